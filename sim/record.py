@@ -1,0 +1,173 @@
+"""What a run leaves behind: one row per request, one row per step, and where each token's time is.
+
+Plain numpy columns in seconds and tokens. The twin writes them, and so does the real engine, so that two runs
+open side by side. Metrics, reports and exports read nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class Status(IntEnum):
+    """Where a request ended. `arrived = FINISHED + REJECTED + UNFINISHED` holds on every run."""
+
+    UNFINISHED = 0
+    FINISHED = 1
+    REJECTED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTable:
+    """One row per request, in order of `sent_s`. Times that never happened are NaN.
+
+    A request's path: sent by the client (`sent_s`) → network and tokenisation → joins the scheduler's queue
+    (`queued_s`) → first scheduled (`scheduled_s`) → first token leaves the engine (`prefill_done_s`) → last token
+    leaves the engine (`engine_done_s`). `first_token_s` and `last_token_s` are when the client receives them.
+    """
+
+    request_id: Ints
+    """Index of the request in its workload."""
+    tenant: Ints
+    """Index into `RunRecord.tenants`."""
+    replica: Ints
+    """Replica that served it; -1 when it never reached one."""
+    sent_s: Floats
+    queued_s: Floats
+    scheduled_s: Floats
+    prefill_done_s: Floats
+    engine_done_s: Floats
+    first_token_s: Floats
+    last_token_s: Floats
+    network_s: Floats
+    """Request's way in, plus the first token's way out: its share of TTFT."""
+    tokenize_s: Floats
+    prompt_tokens: Ints
+    output_tokens: Ints
+    """Tokens really produced, which is fewer than asked for an unfinished or truncated request."""
+    max_output_tokens: Ints
+    cached_tokens: Ints
+    """Prompt tokens found in the prefix cache when the request was first admitted."""
+    preemptions: Ints
+    status: Ints
+    """`Status` values."""
+    reason: npt.NDArray[np.object_]
+    """Finish reason ("length", "stop"), the reason of a rejection in words, or "" while unfinished."""
+
+    def __len__(self) -> int:
+        return len(self.request_id)
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Every column by name, in declaration order."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """One row per engine step, sorted by (replica, start_s)."""
+
+    replica: Ints
+    start_s: Floats
+    end_s: Floats
+    gpu_s: Floats
+    """Predicted (or measured) device time of the step, without waits for the host."""
+    host_s: Floats
+    """Host work that the step needs; overlapped with the device when scheduling is asynchronous."""
+    num_tokens: Ints
+    """Tokens computed in the step, before padding."""
+    num_prefill_tokens: Ints
+    num_prefills: Ints
+    """Sequences that computed a prompt chunk (more than one token, or an unfinished prompt)."""
+    num_decodes: Ints
+    decode_context_sum: Ints
+    """Sum over decoding sequences of the context attended to (current token included)."""
+    prefill_attention_area: Floats
+    """Sum over prompt chunks of query-key pairs: chunk·context_before + chunk·(chunk+1)/2."""
+    prefill_context_sum: Ints
+    """Sum over prompt chunks of the context read (context_before + chunk)."""
+    num_running: Ints
+    num_waiting: Ints
+    used_pages: Ints
+    """KV pages held by running sequences (pages that only cache a prefix are not counted)."""
+    preemptions: Ints
+
+    def __len__(self) -> int:
+        return len(self.start_s)
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Every column by name, in declaration order."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRanges:
+    """Which steps gave which tokens: each range is `count` consecutive rows of the step table, one token each.
+
+    Ranges of request i are rows `offsets[i]:offsets[i + 1]`, in time order.
+    """
+
+    offsets: Ints
+    first_step: Ints
+    count: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A class of requests with its own promises (times in seconds) and its own way to the server."""
+
+    name: str = "default"
+    slo_class: str = ""
+    goodput_ttft_s: float | None = None
+    goodput_tpot_s: float | None = None
+    goodput_e2el_s: float | None = None
+    rtt_s: float = 0.0
+    """Network round trip between this tenant's clients and the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A whole run: tables, the capacity they were made under, and what it was.
+
+    `meta` holds JSON values only: argv, resolved config, seed, version, git commit, profile hash and so on.
+    """
+
+    requests: RequestTable
+    steps: StepTable
+    tokens: TokenRanges
+    tenants: tuple[Tenant, ...]
+    num_pages: int
+    """KV pages of one replica."""
+    page_tokens: int
+    num_replicas: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    end_s: float
+    """Simulated time at which the run ended."""
+    interrupted: bool = False
+    warnings: tuple[str, ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def token_times_s(self, row: int) -> Floats:
+        """When each token of request `row` reached its client, shape (output_tokens,)."""
+        engine_s = self.engine_token_times_s(row)
+        if not len(engine_s):
+            return engine_s
+        lag_s = float(self.requests.first_token_s[row] - engine_s[0])
+        return engine_s + lag_s
+
+    def engine_token_times_s(self, row: int) -> Floats:
+        """When each token of request `row` left the engine, shape (output_tokens,)."""
+        ranges = range(int(self.tokens.offsets[row]), int(self.tokens.offsets[row + 1]))
+        end_s = self.steps.end_s
+        parts = [end_s[(f := int(self.tokens.first_step[r])) : f + int(self.tokens.count[r])] for r in ranges]
+        if not parts:
+            return np.empty(0)
+        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)

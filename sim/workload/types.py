@@ -1,0 +1,67 @@
+"""A workload: who sends what, when, and which prompts share a prefix. Columns, no behaviour of servers.
+
+Prefix identity is a list of segments per request. A segment (end, stream) says: tokens [0, end) of this prompt (and,
+for a conversation, of its answer) equal the first `end` tokens of every request that carries the same stream there.
+Tokens past the last segment are unique to the request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sim.record import Floats, Ints, Tenant
+
+MAX_PAGES_PER_REQUEST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """At most `max_concurrency` requests in flight: the next is sent when one ends (not before its own `sent_s`)."""
+
+    max_concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`n` requests sorted by `sent_s` (stable)."""
+
+    name: str
+    sent_s: Floats
+    """When the client sends; for a session's later turns, the earliest time (see `think_s`)."""
+    prompt_tokens: Ints
+    output_tokens: Ints
+    tenant: Ints
+    priority: Ints
+    """vLLM's meaning: lower is served first."""
+    segment_offsets: Ints
+    """Shape (n + 1,): segments of request i are rows offsets[i]:offsets[i+1]."""
+    segment_ends: Ints
+    segment_streams: Ints
+    after: Ints
+    """Row of the request whose answer this one waits for (the session's previous turn), or -1."""
+    think_s: Floats
+    """Pause between that answer's last token and this request; 0 where `after` is -1."""
+    tenants: tuple[Tenant, ...] = (Tenant(),)
+    closed_loop: ClosedLoop | None = None
+    warnings: tuple[str, ...] = ()
+    """One line each, such as "12 of 19,366 rows dropped: GeneratedTokens is 0"."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """JSON values: dataset, file, sha256, request_rate, burstiness, …"""
+
+    def __len__(self) -> int:
+        return len(self.sent_s)
+
+    def page_keys(self, row: int, page_tokens: int) -> list[int]:
+        """Prefix identity of the full pages of request `row` that may be shared: one int per page, equal exactly
+        where the page and everything before it are equal."""
+        lo, hi = int(self.segment_offsets[row]), int(self.segment_offsets[row + 1])
+        if lo == hi:
+            return []
+        ends = self.segment_ends[lo:hi]
+        pages = np.arange(int(ends[-1]) // page_tokens)
+        segment = np.searchsorted(ends, (pages + 1) * page_tokens - 1, side="right")
+        keys: list[int] = (self.segment_streams[lo:hi][segment] * MAX_PAGES_PER_REQUEST + pages).tolist()
+        return keys
