@@ -1,0 +1,364 @@
+"""What a run amounts to: the summary that every table, file and plot prints.
+
+Pure functions of a `RunRecord`; docs/metrics.md gives each formula. Definitions and key names are those of
+`vllm bench serve`, so that numbers of the twin and of a real run can stand in one table. Seconds throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim.latency import (
+    DEFAULT_PERCENTILES,
+    Bools,
+    Latencies,
+    LatencyStats,
+    Pooled,
+    inter_token_gaps,
+    latencies,
+    latency_stats,
+    percentile_s,
+    pooled,
+    stage_times,
+    token_seconds,
+)
+from sim.record import Floats, RunRecord, Status, Tenant
+from sim.slo import Goodput, Slo
+
+
+@dataclass(frozen=True, slots=True)
+class SloOutcome:
+    """One SLO against one run. `value_s` is infinite when too many requests were never served."""
+
+    slo: Slo
+    value_s: float
+    met: bool
+
+    @property
+    def headroom(self) -> float:
+        """Share of the limit left (positive) or overrun (negative)."""
+        return 1 - self.value_s / self.slo.limit_s
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSummary:
+    """One class of requests; its rejections count against it."""
+
+    name: str
+    slo_class: str
+    sent: int
+    completed: int
+    rejected: int
+    unfinished: int
+    total_input_tokens: int
+    total_output_tokens: int
+    output_throughput: float
+    ttft: LatencyStats
+    tpot: LatencyStats
+    itl: LatencyStats
+    e2el: LatencyStats
+    request_goodput: float | None
+    slo_attainment: float | None
+    goodput_limits: Goodput
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Every number of a run. Rates are per second of `duration_s`; shares are in 0 to 1."""
+
+    sent: int
+    completed: int
+    rejected: int
+    unfinished: int
+    duration_s: float
+    """From the first dispatch to the last completion, drain included."""
+    sim_duration_s: float
+    total_input_tokens: int
+    """Prompt tokens of completed requests."""
+    total_output_tokens: int
+    request_throughput: float
+    request_goodput: float | None
+    """Good requests per second; None when no limit was set."""
+    output_throughput: float
+    total_token_throughput: float
+    slo_attainment: float | None
+    """Good requests / sent requests."""
+    slo_attainment_by_metric: dict[str, float]
+    goodput_limits: Goodput
+    ttft: LatencyStats
+    tpot: LatencyStats
+    itl: LatencyStats
+    e2el: LatencyStats
+    stage_mean_s: dict[str, float]
+    stage_share: dict[str, float]
+    """Share of the mean E2EL."""
+    max_concurrent_requests: int
+    """Most requests active within one second, as `vllm bench serve` counts them."""
+    max_in_system: int
+    """Most requests in the system at one instant."""
+    max_output_tokens_per_s: float
+    prefix_hit_rate: float
+    """Prompt tokens found in the prefix cache / prompt tokens, over admitted requests."""
+    preemptions: int
+    batch_occupancy_mean: float
+    """Running sequences / max_num_seqs, weighted by time; idle time counts as 0."""
+    batch_occupancy_busy: float
+    """The same while steps ran."""
+    batch_occupancy_max: float
+    kv_occupancy_mean: float
+    """KV pages held by running sequences / all pages, weighted by time; idle time counts as 0."""
+    kv_occupancy_busy: float
+    kv_occupancy_max: float
+    gpu_busy_share: float
+    num_steps: int
+    slos: tuple[SloOutcome, ...]
+    tenants: tuple[TenantSummary, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def failed(self) -> int:
+        """Requests that did not complete: rejected, or still unfinished when the run ended."""
+        return self.rejected + self.unfinished
+
+
+def summarise(
+    record: RunRecord,
+    *,
+    percentiles: Sequence[float] = DEFAULT_PERCENTILES,
+    goodput: Goodput | None = None,
+    slos: Sequence[Slo] = (),
+) -> Summary:
+    """All metrics of a run.
+
+    Latency statistics cover completed requests, and TPOT those with more than one token. `goodput` limits
+    apply to every request; a tenant's own limits take precedence over them.
+    """
+    r, lat = record.requests, latencies(record)
+    status = {s: int(np.count_nonzero(r.status == s)) for s in Status}
+    finished = r.status == Status.FINISHED
+    duration_s = _duration_s(record)
+    per_second = 1 / duration_s if duration_s > 0 else 0.0
+    good, good_by_metric, limited = _good(record, lat, goodput or Goodput())
+    stages = {name: _mean(times_s[finished]) for name, times_s in stage_times(record).items()}
+    stats = {name: latency_stats(pool, percentiles) for name, pool in _pools(record, lat, finished).items()}
+    input_tokens, output_tokens = int(r.prompt_tokens[finished].sum()), int(r.output_tokens[finished].sum())
+    admitted = ~np.isnan(r.scheduled_s)
+    prompt_tokens = int(r.prompt_tokens[admitted].sum())
+    peaks = _peaks(record, finished)
+    occupancy = _occupancy(record, duration_s)
+    return Summary(
+        sent=len(r),
+        completed=status[Status.FINISHED],
+        rejected=status[Status.REJECTED],
+        unfinished=status[Status.UNFINISHED],
+        duration_s=duration_s,
+        sim_duration_s=record.end_s,
+        total_input_tokens=input_tokens,
+        total_output_tokens=output_tokens,
+        request_throughput=status[Status.FINISHED] * per_second,
+        request_goodput=float(good.sum() * per_second) if limited else None,
+        output_throughput=output_tokens * per_second,
+        total_token_throughput=(input_tokens + output_tokens) * per_second,
+        slo_attainment=_share(int(good.sum()), len(r)) if limited else None,
+        slo_attainment_by_metric=good_by_metric,
+        goodput_limits=goodput or Goodput(),
+        ttft=stats["ttft"],
+        tpot=stats["tpot"],
+        itl=stats["itl"],
+        e2el=stats["e2el"],
+        stage_mean_s=stages,
+        stage_share={name: _share(t, stats["e2el"].mean_s) for name, t in stages.items()},
+        max_concurrent_requests=peaks[0],
+        max_in_system=peaks[1],
+        max_output_tokens_per_s=peaks[2],
+        prefix_hit_rate=_share(int(r.cached_tokens[admitted].sum()), prompt_tokens),
+        preemptions=int(r.preemptions.sum()),
+        batch_occupancy_mean=occupancy["batch_mean"],
+        batch_occupancy_busy=occupancy["batch_busy"],
+        batch_occupancy_max=occupancy["batch_max"],
+        kv_occupancy_mean=occupancy["kv_mean"],
+        kv_occupancy_busy=occupancy["kv_busy"],
+        kv_occupancy_max=occupancy["kv_max"],
+        gpu_busy_share=occupancy["gpu_busy"],
+        num_steps=len(record.steps),
+        slos=slo_outcomes(record, slos),
+        tenants=tuple(
+            _tenant(record, lat, index, good, limited, percentiles, per_second, goodput or Goodput())
+            for index in range(len(record.tenants))
+        ),
+        warnings=(*record.warnings, *_thin_percentiles(status[Status.FINISHED], percentiles)),
+    )
+
+
+def slo_outcomes(record: RunRecord, slos: Sequence[Slo]) -> tuple[SloOutcome, ...]:
+    """Check SLOs against a run.
+
+    A percentile covers every request that was sent: a rejected one was never served, so its latency is
+    infinite, and one still unfinished counts with the time it has waited so far. Means cover completed ones.
+    """
+    if not slos:
+        return ()
+    r, lat = record.requests, latencies(record)
+    rejected, finished = r.status == Status.REJECTED, r.status == Status.FINISHED
+    waited_s = record.end_s - r.sent_s
+    pools = _pools(record, lat, finished, with_itl=any(slo.metric == "itl" for slo in slos))
+    served = {
+        "ttft": np.where(np.isnan(lat.ttft_s), waited_s, lat.ttft_s),
+        "tpot": np.where(r.output_tokens > 1, lat.tpot_s, np.nan),
+        "e2el": np.where(np.isnan(lat.e2el_s), waited_s, lat.e2el_s),
+    }
+    outcomes = []
+    for slo in slos:
+        if slo.percentile is None:
+            value_s = latency_stats(pools[slo.metric], ()).mean_s
+        elif slo.metric == "itl":
+            value_s = percentile_s(pools["itl"], slo.percentile)
+        else:
+            value_s = percentile_s(pooled(np.where(rejected, np.inf, served[slo.metric])), slo.percentile)
+        outcomes.append(SloOutcome(slo, value_s, bool(value_s <= slo.limit_s)))
+    return tuple(outcomes)
+
+
+def _pools(record: RunRecord, lat: Latencies, keep: Bools, *, with_itl: bool = True) -> dict[str, Pooled]:
+    several = keep & (record.requests.output_tokens > 1)
+    tpot_s = lat.tpot_s[several] if several.any() else lat.tpot_s[keep]
+    empty = Pooled(np.empty(0), np.empty(0, np.int64))
+    return {
+        "ttft": pooled(lat.ttft_s[keep]),
+        "tpot": pooled(tpot_s),
+        "itl": inter_token_gaps(record, keep) if with_itl else empty,
+        "e2el": pooled(lat.e2el_s[keep]),
+    }
+
+
+def _duration_s(record: RunRecord) -> float:
+    r = record.requests
+    if not len(r):
+        return 0.0
+    done_s = r.last_token_s[r.status == Status.FINISHED]
+    return float((done_s.max() if len(done_s) else record.end_s) - r.sent_s.min())
+
+
+def _good(record: RunRecord, lat: Latencies, common: Goodput) -> tuple[Bools, dict[str, float], bool]:
+    """Rows that kept every limit they have, the share of rows per metric, and whether there is any limit."""
+    good = record.requests.status == Status.FINISHED
+    finished = good.copy()
+    by_metric: dict[str, float] = {}
+    for name, values_s in (("ttft", lat.ttft_s), ("tpot", lat.tpot_s), ("e2el", lat.e2el_s)):
+        by_tenant = [limits(t, common).limits_s().get(name, np.nan) for t in record.tenants]
+        limit_s = np.array(by_tenant)[record.requests.tenant]
+        has_limit = ~np.isnan(limit_s)
+        if not has_limit.any():
+            continue
+        kept = finished & (~has_limit | (values_s <= limit_s))
+        by_metric[name] = _share(int((kept & has_limit).sum()), int(has_limit.sum()))
+        good &= kept
+    return good, by_metric, bool(by_metric)
+
+
+def limits(tenant: Tenant, common: Goodput) -> Goodput:
+    """The limits in force for a tenant: its own where it has them, otherwise the common ones."""
+    own = (tenant.goodput_ttft_s, tenant.goodput_tpot_s, tenant.goodput_e2el_s)
+    fallback = (common.ttft_s, common.tpot_s, common.e2el_s)
+    return Goodput(
+        *(mine if mine is not None else theirs for mine, theirs in zip(own, fallback, strict=True))
+    )
+
+
+def _tenant(
+    record: RunRecord,
+    lat: Latencies,
+    index: int,
+    good: Bools,
+    limited: bool,
+    percentiles: Sequence[float],
+    per_second: float,
+    common: Goodput,
+) -> TenantSummary:
+    r, tenant = record.requests, record.tenants[index]
+    mine = r.tenant == index
+    finished = mine & (r.status == Status.FINISHED)
+    stats = {name: latency_stats(pool, percentiles) for name, pool in _pools(record, lat, finished).items()}
+    num_good, sent = int((good & mine).sum()), int(mine.sum())
+    own = limits(tenant, common)
+    has_limits = limited and bool(own.limits_s())
+    return TenantSummary(
+        name=tenant.name,
+        slo_class=tenant.slo_class,
+        sent=sent,
+        completed=int(finished.sum()),
+        rejected=int((mine & (r.status == Status.REJECTED)).sum()),
+        unfinished=int((mine & (r.status == Status.UNFINISHED)).sum()),
+        total_input_tokens=int(r.prompt_tokens[finished].sum()),
+        total_output_tokens=int(r.output_tokens[finished].sum()),
+        output_throughput=float(r.output_tokens[finished].sum() * per_second),
+        ttft=stats["ttft"],
+        tpot=stats["tpot"],
+        itl=stats["itl"],
+        e2el=stats["e2el"],
+        request_goodput=num_good * per_second if has_limits else None,
+        slo_attainment=_share(num_good, sent) if has_limits else None,
+        goodput_limits=own,
+    )
+
+
+def _peaks(record: RunRecord, finished: Bools) -> tuple[int, int, float]:
+    """Most requests in one second, most at one instant, most tokens in one second."""
+    r = record.requests
+    left_s = np.where(finished, r.last_token_s, record.end_s)
+    counted = r.status != Status.REJECTED
+    at_once = _most_at_once(r.sent_s[counted], left_s[counted])
+    if not finished.any():
+        return 0, at_once, 0.0
+    sent_s, done_s = r.sent_s[finished], r.last_token_s[finished]
+    start_s = float(sent_s.min())
+    first, last = (sent_s - start_s).astype(np.int64), (done_s - start_s).astype(np.int64)
+    size = int(last.max()) + 2
+    active = np.cumsum(np.bincount(first, minlength=size) - np.bincount(last + 1, minlength=size))
+    seconds = token_seconds(record, finished)
+    seconds -= start_s
+    per_second = np.bincount(np.maximum(seconds, 0).astype(np.int64)) if len(seconds) else np.zeros(1)
+    return int(active.max()), at_once, float(per_second.max())
+
+
+def _most_at_once(start_s: Floats, end_s: Floats) -> int:
+    if not len(start_s):
+        return 0
+    inside = np.arange(1, len(start_s) + 1) - np.searchsorted(np.sort(end_s), np.sort(start_s), side="right")
+    return int(inside.max())
+
+
+def _occupancy(record: RunRecord, duration_s: float) -> dict[str, float]:
+    s = record.steps
+    length_s = s.end_s - s.start_s
+    busy_s, wall_s = float(length_s.sum()), duration_s * max(record.num_replicas, 1)
+    out = {"gpu_busy": min(_share(float(s.gpu_s.sum()), wall_s), 1.0)}
+    for name, held, size in (
+        ("batch", s.num_running, record.max_num_seqs),
+        ("kv", s.used_pages, record.num_pages),
+    ):
+        area = float(np.dot(held, length_s)) / max(size, 1)
+        out[name + "_busy"] = _share(area, busy_s)
+        out[name + "_mean"] = _share(area, max(wall_s, busy_s))
+        out[name + "_max"] = float(held.max()) / max(size, 1) if len(held) else 0.0
+    return out
+
+
+def _thin_percentiles(count: int, percentiles: Sequence[float]) -> tuple[str, ...]:
+    thin = [p for p in percentiles if p < 100 and 0 < count * (1 - p / 100) < 1]
+    if not thin:
+        return ()
+    names = ", ".join(f"P{p:g}" for p in thin)
+    return (f"{names} of {count} requests is little more than the maximum; use more requests",)
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
