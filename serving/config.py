@@ -1,0 +1,68 @@
+"""What a scheduler may do: limits and switches, with vLLM's names and meanings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving.errors import UsageError
+
+QUEUE_ORDERS = ("fcfs", "priority", "sjf", "edf")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one engine. Raises `UsageError` naming the field when a value cannot work.
+
+    `num_pages` counts usable KV pages (vLLM's `num_gpu_blocks` less its null block). `reserve_full_isl` and `watermark`
+    are vLLM 0.33's admission gates; `vllm_2025` turns off what is newer than the V1 engine of 2025.
+    """
+
+    num_pages: int
+    page_tokens: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 131072
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    queue_order: str = "fcfs"
+    reserve_full_isl: bool = True
+    watermark: float = 0.0
+    async_scheduling: bool = False
+    num_speculative_tokens: int = 0
+    draft_has_kv: bool = False
+    """The drafter is a model with KV of its own: k look-ahead slots and one drafting slot of the input budget."""
+    prepend_unhashed: bool = True
+    """Freed pages without a hash are reused first (vLLM 0.33); off: they queue behind everything (2025)."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_pages", "page_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if value < 1:
+                raise UsageError(f"{name} is {value}; it must be at least 1")
+        if self.long_prefill_token_threshold < 0:
+            raise UsageError(
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}; use 0 (off) or more tokens"
+            )
+        if not 0.0 <= self.watermark < 1.0:
+            raise UsageError(f"watermark is {self.watermark}; it is a share of the pages, 0 or more and below 1")
+        if self.queue_order not in QUEUE_ORDERS:
+            raise UsageError(f"queue_order is {self.queue_order!r}; use one of {', '.join(QUEUE_ORDERS)}")
+        if self.num_speculative_tokens < 0:
+            raise UsageError(f"num_speculative_tokens is {self.num_speculative_tokens}; use 0 (off) or more")
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """KV slots reserved past a step's own tokens, for a drafter that writes KV."""
+        return self.num_speculative_tokens if self.draft_has_kv else 0
+
+    @property
+    def draft_slots(self) -> int:
+        """Input-budget slots that drafting takes from each scheduled request."""
+        return 1 if self.draft_has_kv and self.num_speculative_tokens else 0
+
+    def vllm_2025(self) -> SchedulerConfig:
+        """The V1 engine of 2025: no full-prompt gate, no watermark, unhashed pages queued last, synchronous."""
+        from dataclasses import replace
+
+        return replace(self, reserve_full_isl=False, watermark=0.0, prepend_unhashed=False, async_scheduling=False)

@@ -1,0 +1,89 @@
+"""What a batch policy is, and how one is found by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from serving.config import SchedulerConfig
+from serving.errors import UsageError, nearest
+from serving.request import Request
+
+if TYPE_CHECKING:
+    from serving.scheduler import Scheduler
+    from serving.step import Step
+
+
+class BatchPolicy:
+    """Base of every policy. Override `schedule`; the rest has safe defaults.
+
+    `steady` promises that while every running sequence decodes, nobody can be admitted and nothing else happens, the
+    next step is the same again: each running sequence, one token, in the same order. It lets the twin leap over such
+    steps. A policy that does not promise it is simply stepped through.
+    """
+
+    name = "custom"
+    steady = False
+
+    def schedule(self, step: Step) -> None:
+        """Fill `step` with `step.extend(request)`, `step.admit(request)` and `step.preempt(request)`."""
+        raise NotImplementedError(f"{type(self).__name__} must define schedule(step)")
+
+    def may_admit(self, scheduler: Scheduler) -> bool:
+        """With nothing changed, could the next step admit a waiting request?"""
+        return (
+            bool(scheduler.waiting)
+            and scheduler.num_running < scheduler.config.max_num_seqs
+            and not scheduler.head_blocked
+        )
+
+    def refuses(self, request: Request, config: SchedulerConfig) -> str | None:
+        """Why this policy can never run `request`; None when it can."""
+        return None
+
+
+def _builtin() -> dict[str, type[BatchPolicy]]:
+    from serving.policies.chunked import Chunked
+    from serving.policies.continuous import Continuous
+    from serving.policies.static import Static
+
+    return {policy.name: policy for policy in (Chunked, Continuous, Static)}
+
+
+def policy_names() -> tuple[str, ...]:
+    """Names of the built-in policies."""
+    return tuple(_builtin())
+
+
+def load_policy(name: str, **options: Any) -> BatchPolicy:
+    """A policy by built-in name or by `module:Class` (looked up in the current folder first).
+
+    Raises `UsageError` when there is no such policy, or the class does not take the options given.
+    """
+    builtin = _builtin()
+    if ":" not in name:
+        if name not in builtin:
+            raise UsageError(
+                f"unknown policy {name!r}; {nearest(name, builtin)} (your own: --policy my_module:MyPolicy)"
+            )
+        cls: Any = builtin[name]
+    else:
+        module_name, _, class_name = name.partition(":")
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise UsageError(f"policy {name!r}: cannot import {module_name!r}: {error}") from error
+        cls = getattr(module, class_name, None)
+        if not (isinstance(cls, type) and callable(getattr(cls, "schedule", None))):
+            raise UsageError(f"policy {name!r}: {module_name} has no class {class_name!r} with a schedule(step) method")
+        if not issubclass(cls, BatchPolicy):
+            cls = type(cls.__name__, (cls, BatchPolicy), {})
+    try:
+        policy: BatchPolicy = cls(**options)
+    except TypeError as error:
+        raise UsageError(f"policy {name!r} does not take these options: {error}") from error
+    return policy

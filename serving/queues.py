@@ -1,0 +1,128 @@
+"""Who waits in which order. `fcfs` keeps arrival order with preempted requests in front; the others are heaps.
+
+A queue also says who is the first to be preempted when pages run out: the last to run under `fcfs`, otherwise the
+request with the largest key.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol
+
+from serving.request import Request
+
+Key = tuple[Any, ...]
+
+
+class Queue(Protocol):
+    """Waiting requests. `peek` and `pop` give the next to admit."""
+
+    def add(self, request: Request) -> None: ...
+    def put_back(self, request: Request) -> None:
+        """Return a preempted request to where it is next in line."""
+
+    def peek(self) -> Request: ...
+    def pop(self) -> Request: ...
+    def remove(self, request: Request) -> None: ...
+    def victim(self, running: Sequence[Request]) -> int:
+        """Index in `running` of the sequence to preempt first."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Request]: ...
+
+
+class Fcfs:
+    """First come, first served; the newest running sequence is preempted first."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Request] = deque()
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def put_back(self, request: Request) -> None:
+        self._waiting.appendleft(request)
+
+    def peek(self) -> Request:
+        return self._waiting[0]
+
+    def pop(self) -> Request:
+        return self._waiting.popleft()
+
+    def remove(self, request: Request) -> None:
+        self._waiting.remove(request)
+
+    def victim(self, running: Sequence[Request]) -> int:
+        return len(running) - 1
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._waiting)
+
+
+class Ordered:
+    """Smallest `key(request)` first; ties by arrival, then id. The largest key runs last and is preempted first."""
+
+    def __init__(self, key: Callable[[Request], Key]) -> None:
+        self._key = key
+        self._heap: list[tuple[Key, Request]] = []
+        self._added = 0
+
+    def add(self, request: Request) -> None:
+        # The counter ends every comparison before it reaches the (unordered) request.
+        self._added += 1
+        heapq.heappush(self._heap, ((*self._key(request), _orderable(request.id), self._added), request))
+
+    put_back = add
+
+    def peek(self) -> Request:
+        return self._heap[0][1]
+
+    def pop(self) -> Request:
+        return heapq.heappop(self._heap)[1]
+
+    def remove(self, request: Request) -> None:
+        self._heap = [entry for entry in self._heap if entry[1] is not request]
+        heapq.heapify(self._heap)
+
+    def victim(self, running: Sequence[Request]) -> int:
+        return max(range(len(running)), key=lambda i: self._key(running[i]))
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
+
+
+def _orderable(request_id: Hashable) -> tuple[int, int, str]:
+    if isinstance(request_id, int):
+        return (0, request_id, "")
+    return (1, 0, str(request_id))
+
+
+def by_priority(request: Request) -> Key:
+    """vLLM's priority order: lower value first, then earlier arrival."""
+    return (request.priority, request.arrival_s)
+
+
+def by_length(request: Request) -> Key:
+    """Shortest predicted job first (output tokens; `max_tokens` where nothing was predicted)."""
+    expected = request.predicted_tokens if request.predicted_tokens is not None else request.max_tokens
+    return (expected, request.arrival_s)
+
+
+def by_deadline(request: Request) -> Key:
+    """Earliest deadline first."""
+    return (request.deadline_s, request.arrival_s)
+
+
+def make_queue(order: str) -> Queue:
+    """The queue named `order`: one of `serving.config.QUEUE_ORDERS`."""
+    if order == "fcfs":
+        return Fcfs()
+    return Ordered({"priority": by_priority, "sjf": by_length, "edf": by_deadline}[order])

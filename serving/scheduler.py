@@ -1,0 +1,316 @@
+"""The scheduler: add, plan, commit, abort. It decides what runs next; it never runs anything and reads no clock.
+
+What a step contains is a batch policy's choice (`serving.policies`); this class keeps the state that every policy works
+on and the rules that none may break: a request is never lost, pages are counted, lengths end where they must.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from serving.config import SchedulerConfig
+from serving.pages import PagePool
+from serving.plan import ONE_EACH, StepOutcome, StepPlan
+from serving.queues import Queue, make_queue
+from serving.request import Request, State, TokenKeys
+from serving.sequences import Sequences
+from serving.step import Step
+
+if TYPE_CHECKING:
+    from serving.policies import BatchPolicy
+
+
+class Scheduler:
+    """One engine's scheduler.
+
+    `plan(now_s)` allocates pages and chooses victims; `commit` takes the step's outcome. With asynchronous scheduling
+    one more plan may be made before the first is committed. `queue` replaces the order named in `config`.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, policy: BatchPolicy | None = None, queue: Queue | None = None
+    ) -> None:
+        from serving.policies import Chunked
+
+        self.config = config
+        self.policy: BatchPolicy = policy if policy is not None else Chunked()
+        self.pool = PagePool(
+            config.num_pages, caching=config.enable_prefix_caching, prepend_unhashed=config.prepend_unhashed
+        )
+        self.seqs = Sequences(config, self.pool)
+        self.waiting: Queue = queue if queue is not None else make_queue(config.queue_order)
+        self.watermark_pages = int(config.watermark * (config.num_pages + 1))
+        self.num_planned = 0
+        self.head_blocked = False
+        """The head of the queue was refused for want of pages, and none was freed since."""
+        self.wake_s = math.inf
+        """When to plan again although nothing happens: set by a policy that waits for a batch to fill."""
+        self.in_flight: list[StepPlan] = []
+        self.prefix_queries_tokens = 0
+        self.prefix_hit_tokens = 0
+        self._stale: dict[int, Request] = {}
+        self._serials: dict[Request, int] = {}
+        self._next_serial = 0
+        self._cooling: list[tuple[int, int]] = []
+        # A sequence may never want more pages than exist: it ends with reason "length" when the last page is full.
+        room = config.num_pages * config.page_tokens + 1 - config.num_speculative_tokens - config.lookahead_tokens
+        self.longest = min(config.max_model_len, room)
+
+    # ---- requests in and out ------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> bool:
+        """Queue a request. False when it can never run: `request.state` is REJECTED and `request.reason` says why."""
+        config = self.config
+        reason = ""
+        if request.prompt_tokens < 1:
+            reason = f"prompt of {request.prompt_tokens} tokens; at least 1 is needed"
+        elif request.max_tokens < 1:
+            reason = f"max_tokens is {request.max_tokens}; at least 1 is needed"
+        elif request.prompt_tokens >= config.max_model_len:
+            reason = f"prompt of {request.prompt_tokens} tokens leaves no room in max_model_len {config.max_model_len}"
+        elif request.prompt_tokens + 1 > self.longest:
+            reason = (
+                f"prompt of {request.prompt_tokens} tokens needs more than the whole KV cache "
+                f"({config.num_pages} pages of {config.page_tokens} tokens)"
+            )
+        elif (why := self.policy.refuses(request, config)) is not None:
+            reason = why
+        if reason:
+            request.state, request.reason = State.REJECTED, reason
+            return False
+        self._serials[request] = self._next_serial
+        self._next_serial += 1
+        if not self.waiting or self.config.queue_order != "fcfs":
+            self.head_blocked = False
+        self.waiting.add(request)
+        return True
+
+    def abort(self, request: Request) -> None:
+        """End a request wherever it is; its pages are free at once. Does nothing to one that is already done."""
+        if request.done:
+            return
+        if request.slot >= 0:
+            self._retire(request.slot)
+        else:
+            self.waiting.remove(request)
+        self._end(request, "abort")
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a seat."""
+        return len(self.seqs.order)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones included."""
+        return len(self.waiting)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are running or waiting."""
+        return len(self._serials)
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that running sequences hold."""
+        return self.config.num_pages - self.pool.num_free
+
+    def running(self) -> Iterator[Request]:
+        """Running requests in order of admission."""
+        return (self.seqs.request(slot) for slot in self.seqs.order)
+
+    def finish_at(self, request: Request) -> int:
+        """Known tokens at which a request ends with reason "length"."""
+        return min(request.prompt_tokens + request.max_tokens, self.longest)
+
+    def serial(self, request: Request) -> int:
+        """Number of a live request in order of arrival."""
+        return self._serials[request]
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """The next step, or None when nothing can be scheduled now."""
+        self.wake_s = math.inf
+        step = Step(self, now_s)
+        self.policy.schedule(step)
+        plan = step.finish()
+        if plan is None:
+            return None
+        self.num_planned += 1
+        if self.config.async_scheduling:
+            self.in_flight.append(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, outcome: StepOutcome = ONE_EACH) -> list[Request]:
+        """Append the step's tokens; returns the requests that finished, in row order."""
+        if self.config.async_scheduling:
+            assert self.in_flight and self.in_flight[0] is plan, "steps are committed in the order of planning"
+            del self.in_flight[0]
+        if outcome.counts is None and outcome.tokens is None and outcome.stopped is None and not self._stale:
+            finished = self._commit_one_each(plan)
+        else:
+            finished = self._commit_rows(plan, outcome)
+        if self._cooling:
+            self._cool(plan.index)
+        return finished
+
+    def _commit_one_each(self, plan: StepPlan) -> list[Request]:
+        seqs = self.seqs
+        slots = plan.slots if plan.samples is None else plan.slots[plan.samples]
+        known = seqs.known[slots] + 1
+        seqs.known[slots] = known
+        if seqs.num_keyed and self.config.async_scheduling:
+            # A page filled by a token in flight is published when the token arrives.
+            seqs.publish_full(slots, seqs.computed[slots] - (seqs.target[slots] - known))
+        done = known >= seqs.finish[slots]
+        if not done.any():
+            return []
+        return [self._finish(slot, "length") for slot in slots[done].tolist()]
+
+    def _commit_rows(self, plan: StepPlan, outcome: StepOutcome) -> list[Request]:
+        seqs = self.seqs
+        finished: list[Request] = []
+        sampled = [True] * len(plan.slots) if plan.samples is None else plan.samples.tolist()
+        for row, slot in enumerate(plan.slots.tolist()):
+            stale = self._stale.pop(slot, None)
+            request = stale if stale is not None else seqs.requests[slot]
+            if request is None or request.done:
+                continue
+            tokens = outcome.tokens[row] if outcome.tokens is not None else None
+            if tokens is not None:
+                count = len(tokens)
+            elif outcome.counts is not None:
+                count = int(outcome.counts[row])
+            else:
+                count = int(sampled[row])
+            if stale is not None:
+                request.stale_tokens = 0
+                if self._append_stale(request, count, tokens, _stopped(outcome, row)):
+                    finished.append(request)
+                continue
+            if not count:
+                continue
+            drafts = int(plan.drafts[row]) if plan.drafts is not None else 0
+            if drafts:
+                rejected = drafts - (count - 1)
+                seqs.computed[slot] -= rejected
+                if self.config.async_scheduling:
+                    seqs.target[slot] -= rejected
+            room = int(seqs.finish[slot] - seqs.known[slot])
+            kept = min(count, room)
+            if kept < count:
+                seqs.computed[slot] -= count - kept
+            seqs.known[slot] += kept
+            if tokens is not None and isinstance(request.keys, TokenKeys):
+                request.keys.extend(tokens[:kept])
+            if seqs.next_key[slot] <= seqs.computed[slot] and (
+                self.config.async_scheduling or self.config.num_speculative_tokens
+            ):
+                seqs.publish(slot, int(seqs.computed[slot] - max(0, seqs.target[slot] - seqs.known[slot])))
+            if kept >= room:
+                finished.append(self._finish(slot, "length"))
+            elif (reason := _stopped(outcome, row)) is not None:
+                finished.append(self._finish(slot, reason))
+        return finished
+
+    def _append_stale(
+        self, request: Request, count: int, tokens: object, stopped: str | None
+    ) -> bool:
+        """Deliver the in-flight output of a request that was preempted meanwhile. True when that ends it."""
+        room = self.finish_at(request) - request.num_tokens
+        kept = min(count, room)
+        request.num_tokens += kept
+        if isinstance(tokens, (list, tuple)) and isinstance(request.keys, TokenKeys):
+            request.keys.extend(tokens[:kept])
+        if kept >= room or (stopped is not None and count):
+            self.waiting.remove(request)
+            self._end(request, stopped if kept < room and stopped is not None else "length")
+            return True
+        return False
+
+    # ---- leaving the running set --------------------------------------------------------------------------------
+
+    def propose(self, request: Request, drafts: int) -> None:
+        """Set how many draft tokens the next step may verify for a request that is decoding."""
+        if request.slot >= 0 and not self.seqs.prefilling[request.slot]:
+            self.seqs.drafts[request.slot] = drafts
+
+    def preempt(self, slot: int, scheduled: int = 0) -> Request:
+        """Send a running sequence back to the queue: pages freed, to be recomputed (less what is still cached)."""
+        seqs = self.seqs
+        request = seqs.request(slot)
+        identified = seqs.identified_pages(slot, scheduled)
+        keyed = len(request.keys)
+        if seqs.pool.caching and identified > keyed and not isinstance(request.keys, TokenKeys):
+            request.private_pages = seqs.tables[slot, :identified].copy()
+            seqs.pool.claim(request.private_pages[keyed:], self._serials[request])
+        else:
+            request.private_pages = None
+        in_flight = sum(
+            int(plan.num_new[plan.slots == slot].sum()) for plan in self.in_flight if (plan.slots == slot).any()
+        )
+        self._retire(slot)
+        if in_flight:
+            request.stale_tokens = in_flight
+            self._stale[slot] = request
+        request.state = State.PREEMPTED
+        request.preemptions += 1
+        self.waiting.put_back(request)
+        return request
+
+    def truncate(self, slot: int) -> Request:
+        """End a sequence that no page pool could extend."""
+        return self._finish(slot, "length")
+
+    def _finish(self, slot: int, reason: str) -> Request:
+        request = self._retire(slot)
+        self._end(request, reason)
+        return request
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.state, request.reason = State.FINISHED, reason
+        request.private_pages = None
+        del self._serials[request]
+
+    def _retire(self, slot: int) -> Request:
+        request = self.seqs.leave(slot)
+        self.head_blocked = False
+        if self.in_flight:
+            self._cooling.append((self.num_planned, slot))
+        else:
+            self.seqs.reuse(slot)
+        return request
+
+    def _cool(self, committed: int) -> None:
+        """Slots become reusable once the last step planned before they were vacated is committed."""
+        keep = []
+        for planned, slot in self._cooling:
+            if committed + 1 >= planned:
+                self.seqs.reuse(slot)
+            else:
+                keep.append((planned, slot))
+        self._cooling = keep
+
+    # ---- self-check ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Invariants of pages and sequences; raises AssertionError when one is broken."""
+        self.pool.check()
+        refs = np.zeros_like(self.pool.refs)
+        for slot in self.seqs.order:
+            pages = self.seqs.pages_of(slot)
+            assert len(np.unique(pages)) == len(pages), "a page is twice in one table"
+            refs[pages] += 1
+            assert self.seqs.capacity[slot] >= self.seqs.computed[slot], "tokens without a page"
+        assert (refs == self.pool.refs).all(), "reference counts differ from the page tables"
+
+
+def _stopped(outcome: StepOutcome, row: int) -> str | None:
+    if outcome.stopped is None or not outcome.stopped[row]:
+        return None
+    return outcome.reasons[row] if outcome.reasons is not None else "stop"
