@@ -1,8 +1,8 @@
 """A workload: who sends what, when, and which prompts share a prefix. Columns, no behaviour of servers.
 
-Prefix identity is a list of segments per request. A segment (end, stream) says: tokens [0, end) of this prompt (and,
-for a conversation, of its answer) equal the first `end` tokens of every request that carries the same stream there.
-Tokens past the last segment are unique to the request.
+Prefix identity is a list of segments per request. A segment (end, stream) says: tokens [0, end) of this
+prompt (and, for a conversation, of its answer) equal the first `end` tokens of every request that carries the
+same stream there. Tokens past the last segment are unique to the request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ MAX_PAGES_PER_REQUEST = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """At most `max_concurrency` requests in flight: the next is sent when one ends (not before its own `sent_s`)."""
+    """At most `max_concurrency` requests in flight: the next is sent when one ends (not before its own
+    `sent_s`)."""
 
     max_concurrency: int
 
@@ -55,8 +56,8 @@ class Workload:
         return len(self.sent_s)
 
     def page_keys(self, row: int, page_tokens: int) -> list[int]:
-        """Prefix identity of the full pages of request `row` that may be shared: one int per page, equal exactly
-        where the page and everything before it are equal."""
+        """Prefix identity of the full pages of request `row` that may be shared: one int per page, equal
+        exactly where the page and everything before it are equal."""
         lo, hi = int(self.segment_offsets[row]), int(self.segment_offsets[row + 1])
         if lo == hi:
             return []
