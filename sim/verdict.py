@@ -162,7 +162,7 @@ def _slo_sentence(outcome: SloOutcome) -> str:
 def _loss_sentences(summary: Summary) -> tuple[str, ...]:
     lost = [
         f"{count} of {summary.sent} requests {words}"
-        for count, words in ((summary.rejected, "were rejected"), (summary.unfinished, "did not finish"))
+        for count, words in ((summary.rejected, "rejected"), (summary.unfinished, "not finished"))
         if count
     ]
     return (f"{'; '.join(lost)}.",) if lost else ()

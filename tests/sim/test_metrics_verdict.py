@@ -113,7 +113,7 @@ def test_the_sentences_of_a_verdict() -> None:
     assert v.sentences[:3] == (
         "Meets P95 TTFT ≤ 40 ms: it is 32 ms, 20% below the limit.",
         "Misses P95 TPOT ≤ 8 ms: it is 10 ms, 25% above the limit.",
-        "1 of 100 requests were rejected.",
+        "1 of 100 requests rejected.",
     )
     assert v.sentences[3].startswith("Not saturated: ")
     assert v.sentences[4].startswith("Bound by nothing: it is under-loaded: steps ran in ")

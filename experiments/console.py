@@ -1,0 +1,178 @@
+"""A run as a table in the terminal: the rows of `vllm bench serve` by their names, then what the twin knows.
+
+Plain text when the output is not a terminal, never wider than 80 columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sim.latency import LatencyStats
+from sim.metrics import Summary
+from sim.record import RunRecord
+from sim.verdict import Verdict
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 80
+Row = tuple[str, str, str]
+"""Name, value, and the formula where another tool could mean something else."""
+
+LATENCIES = (
+    ("ttft", "TTFT", "Time to First Token", "send to first token received"),
+    ("tpot", "TPOT", "Time per Output Token (excl. 1st token)", "(E2EL - TTFT) / (tokens - 1)"),
+    ("itl", "ITL", "Inter-token Latency", "gap between stream events"),
+    ("e2el", "E2EL", "End-to-end Latency", "send to last token received"),
+)
+STAGE_WORDS = {
+    "network": "Network",
+    "tokenize": "Tokenise",
+    "queue": "Queue",
+    "prefill": "Prefill",
+    "decode": "Decode",
+    "stream": "Stream",
+}
+
+
+def print_run(
+    record: RunRecord, summary: Summary, verdict: Verdict | None = None, *, console: Console | None = None
+) -> None:
+    """Print a run. The console defaults to standard output."""
+    from rich.console import Console
+    from rich.text import Text
+
+    out = console or Console()
+    width = min(WIDTH, out.width)
+    for title, rows in sections(record, summary):
+        out.print(Text(f" {title} ".center(width, "="), style="bold"))
+        for row in rows:
+            out.print(_line(row, width), no_wrap=True, crop=True)
+    if len(summary.tenants) > 1:
+        out.print(Text(" Tenants ".center(width, "="), style="bold"))
+        for line in _tenant_lines(summary):
+            out.print(Text(line[:width]), no_wrap=True, crop=True)
+    notes = [f"Warning: {warning}" for warning in summary.warnings]
+    if record.interrupted:
+        notes.insert(0, "Warning: interrupted; these results are partial")
+    if notes:
+        out.print(Text(" Warnings ".center(width, "="), style="bold"))
+        _print_wrapped(out, notes, width, "yellow")
+    if verdict is not None:
+        out.print(Text(" Verdict ".center(width, "="), style="bold"))
+        bad = verdict.meets_slos is False or verdict.saturated is True
+        _print_wrapped(out, verdict.sentences, width, "red" if bad else "green")
+    out.print(Text("=" * width, style="bold"))
+
+
+def sections(record: RunRecord, summary: Summary) -> list[tuple[str, list[Row]]]:
+    """The table's titles and rows, as text."""
+    out = [("Serving Benchmark Result", _headline(record, summary))]
+    for name, short, title, formula in LATENCIES:
+        out.append((title, _latency(short, getattr(summary, name), formula)))
+    stages = [
+        (
+            f"{word} (ms):",
+            _num(summary.stage_mean_s[name] * 1000),
+            f"{summary.stage_share[name]:.1%} of mean E2EL",
+        )
+        for name, word in STAGE_WORDS.items()
+    ]
+    out.append(("Stages (mean)", stages))
+    out.append(("Engine", _engine(record, summary)))
+    return out
+
+
+def _headline(record: RunRecord, s: Summary) -> list[Row]:
+    meta = record.meta
+    rate = meta.get("request_rate")
+    rows = [
+        ("Successful requests:", str(s.completed), f"of {s.sent} sent"),
+        ("Failed requests:", str(s.failed), f"{s.rejected} rejected, {s.unfinished} unfinished"),
+    ]
+    if meta.get("max_concurrency") is not None:
+        rows.append(("Maximum request concurrency:", str(meta["max_concurrency"]), ""))
+    if isinstance(rate, float | int) and math.isfinite(rate):
+        rows.append(("Request rate configured (RPS):", _num(float(rate)), ""))
+    rows += [
+        ("Benchmark duration (s):", _num(s.duration_s), "first send to last completion"),
+        ("Total input tokens:", str(s.total_input_tokens), "of completed requests"),
+        ("Total generated tokens:", str(s.total_output_tokens), ""),
+        ("Request throughput (req/s):", _num(s.request_throughput), "completed / duration"),
+    ]
+    if s.request_goodput is not None and s.slo_attainment is not None:
+        limits = s.goodput_limits.limits_s().items()
+        words = " ".join(f"{name}<={limit_s * 1000:g}" for name, limit_s in limits)
+        rows.append(("Request goodput (req/s):", _num(s.request_goodput), words or "limits per tenant"))
+        rows.append(("SLO attainment (%):", _num(s.slo_attainment * 100), "good / sent"))
+        for name, share in s.slo_attainment_by_metric.items():
+            rows.append((f"  {name.upper()} within its limit (%):", _num(share * 100), ""))
+    return [
+        *rows,
+        ("Output token throughput (tok/s):", _num(s.output_throughput), ""),
+        ("Peak output token throughput (tok/s):", _num(s.max_output_tokens_per_s), "in one second"),
+        ("Peak concurrent requests:", _num(s.max_concurrent_requests), "in one second"),
+        ("Total token throughput (tok/s):", _num(s.total_token_throughput), "input + output"),
+    ]
+
+
+def _latency(short: str, stats: LatencyStats, formula: str) -> list[Row]:
+    rows = [
+        (f"Mean {short} (ms):", _num(stats.mean_s * 1000), formula),
+        (f"Median {short} (ms):", _num(stats.median_s * 1000), ""),
+    ]
+    return rows + [(f"P{p:g} {short} (ms):", _num(v * 1000), "") for p, v in stats.percentiles_s if p != 50]
+
+
+def _engine(record: RunRecord, s: Summary) -> list[Row]:
+    seats, pages = record.max_num_seqs, record.num_pages
+    return [
+        ("Batch occupancy, mean (%):", _num(s.batch_occupancy_mean * 100), f"running / {seats}, idle as 0"),
+        ("Batch occupancy, while busy (%):", _num(s.batch_occupancy_busy * 100), ""),
+        ("Batch occupancy, max (%):", _num(s.batch_occupancy_max * 100), ""),
+        ("KV occupancy, mean (%):", _num(s.kv_occupancy_mean * 100), f"pages held / {pages}"),
+        ("KV occupancy, max (%):", _num(s.kv_occupancy_max * 100), ""),
+        ("Prefix cache hit rate (%):", _num(s.prefix_hit_rate * 100), "cached / prompt tokens"),
+        ("Preemptions:", str(s.preemptions), ""),
+        ("GPU busy (%):", _num(s.gpu_busy_share * 100), "device time / duration"),
+        ("Engine steps:", str(s.num_steps), ""),
+        ("Simulated time (s):", _num(s.sim_duration_s), ""),
+    ]
+
+
+def _tenant_lines(summary: Summary) -> Iterable[str]:
+    yield f"{'':<20}{'sent':>7}{'failed':>7}{'P95 TTFT':>11}{'P95 TPOT':>10}{'P95 E2EL':>12}{'good %':>8}"
+    for t in summary.tenants:
+        p95 = [dict(stats.percentiles_s).get(95.0, math.nan) * 1000 for stats in (t.ttft, t.tpot, t.e2el)]
+        good = _num(t.slo_attainment * 100, 1) if t.slo_attainment is not None else "-"
+        ttft, tpot, e2el = (_num(value, 1) for value in p95)
+        failed = t.rejected + t.unfinished
+        yield f"{t.name[:19]:<20}{t.sent:>7}{failed:>7}{ttft:>11}{tpot:>10}{e2el:>12}{good:>8}"
+
+
+def _line(row: Row, width: int) -> object:
+    from rich.text import Text
+
+    name, value, note = row
+    line = f"{name:<40} {value:<10}" if note else f"{name:<40} {value}"
+    room = width - len(line) - 1
+    text = Text(line)
+    if note and room >= len(note):
+        text.append(f" {note}", style="dim")
+    return text
+
+
+def _print_wrapped(out: Console, lines: Iterable[str], width: int, style: str) -> None:
+    import textwrap
+
+    unicode = out.encoding.lower().startswith("utf")
+    for line in lines:
+        plain = line if unicode else line.replace("≤", "<=").encode("ascii", "replace").decode()
+        for part in textwrap.wrap(plain, width, subsequent_indent="  "):
+            out.print(part, style=style, markup=False, highlight=False)
+
+
+def _num(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
