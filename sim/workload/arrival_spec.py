@@ -63,7 +63,7 @@ class ArrivalSpec(BaseModel):
     @classmethod
     def _positive(cls, value: float | None) -> float | None:
         if value is not None and not value > 0:
-            raise ValueError(f"must be positive, got {value:g}")
+            raise ValueError(f"must be a positive number, got {value:g} (a rate of inf sends all at once)")
         return value
 
     @field_validator("rate_scale", "ramp_up_start_rps", "ramp_up_end_rps")
@@ -79,6 +79,17 @@ class ArrivalSpec(BaseModel):
         if value is not None and value not in DAILY_CURVES:
             raise ValueError(f"unknown curve {value!r}; known: {', '.join(sorted(DAILY_CURVES))}")
         return value
+
+    @field_validator("rate_points", mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        """`"0:2,600:10"` is two requests a second at first and ten after 600 s."""
+        if not isinstance(value, str):
+            return value
+        points = [point.split(":") for point in value.split(",")]
+        if any(len(point) != 2 for point in points):
+            raise ValueError(f"must look like 0:2,600:10 (time in s:rate), got {value!r}")
+        return points
 
     @field_validator("rate_points")
     @classmethod

@@ -125,7 +125,7 @@ def _meta(spec: WorkloadSpec, seed: int, loaded: list[TenantRequests]) -> dict[s
     meta["tenants"] = [
         {"name": t.name, "dataset": t.dataset.name, **requests.meta} for t, requests in tenants
     ]
-    meta["spec"] = _json(spec.model_dump(mode="json", exclude_defaults=True))
+    meta["spec"] = _json(spec.model_dump(mode="json"))
     return meta
 
 

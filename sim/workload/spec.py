@@ -6,6 +6,7 @@ number.
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Annotated, Literal
@@ -149,6 +150,11 @@ class RandomSpec(Spec):
     @field_validator("range_ratio", mode="before")
     @classmethod
     def _one_ratio_for_both(cls, value: object) -> object:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                raise ValueError('must be a number or {"input": 0.3, "output": 0.5}') from None
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return {"input": value, "output": value}
         return value
@@ -204,6 +210,8 @@ DATASETS: tuple[str, ...] = (
     "sharegpt",
     "timed_trace",
 )
+TRACES: tuple[str, ...] = ("azure", "burstgpt", "mooncake", "timed_trace")
+"""Datasets that have times of their own (a custom file may have them)."""
 
 
 class SessionSpec(Spec):
@@ -268,6 +276,13 @@ class TenantSpec(Spec):
     priority: int = 0
     """vLLM's meaning: lower is served first."""
 
+    @property
+    def turns(self) -> SessionSpec | None:
+        """`sessions`, or their defaults for a dataset of conversations; None sends single requests."""
+        if self.sessions is None and isinstance(self.dataset, ShareGptSpec) and self.dataset.multi_turn:
+            return SessionSpec()
+        return self.sessions
+
     @model_validator(mode="after")
     def _every_option_has_an_effect(self) -> TenantSpec:
         dataset = self.dataset
@@ -284,8 +299,6 @@ class TenantSpec(Spec):
                 raise ValueError(
                     "sessions need arrivals of their own; set request_rate (a trace places single requests)"
                 )
-        elif isinstance(dataset, ShareGptSpec) and dataset.multi_turn:
-            return self.model_copy(update={"sessions": SessionSpec()})
         return self
 
 

@@ -129,10 +129,10 @@ def _place(
     else:
         index, warnings = _row_order(tenant, source, order, turns, streams)
         picked = source.take(index)
-    if tenant.sessions is None:
+    if tenant.turns is None:
         placed = _single(picked, start_s)
     else:
-        placed = sessions.compose(picked, turns, start_s, tenant.sessions, streams.think)
+        placed = sessions.compose(picked, turns, start_s, tenant.turns, streams.think)
     return TenantRequests(placed, (*picked.warnings, *warnings), picked.meta)
 
 
@@ -168,7 +168,7 @@ def _turns_and_times(
     if isinstance(source, Rows) and order is not None:
         turns = _file_turns(source, order, num_sessions, limit)
     else:
-        turns = sessions.draw_turns(tenant.sessions or SessionSpec(), num_sessions, limit, streams.turns)
+        turns = sessions.draw_turns(tenant.turns or SessionSpec(), num_sessions, limit, streams.turns)
     if isinstance(source, PrefixRepetitionSpec):
         turns = sessions.cut(turns, synthetic.prefix_repetition_count(source, int(turns.sum())))
     if start_s is None:

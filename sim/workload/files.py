@@ -1,0 +1,168 @@
+"""Workload files in YAML and the recognition of trace formats; errors are one line that names the place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from serving.errors import UsageError, nearest
+from sim.workload import arrival_spec, spec
+from sim.workload.csv_traces import AZURE_COLUMNS, BURSTGPT_COLUMNS, LENGTHS_COLUMNS
+from sim.workload.spec import DATASETS, WorkloadSpec
+from sim.workload.textfile import first_line, read_text
+
+SAMPLES: dict[str, str] = {"sample": "chat.yaml"}
+"""Bundled workload files by the name they have for `--dataset-name`."""
+
+WORKLOAD = "workload"
+"""What `detect_format` calls a YAML workload file."""
+
+
+def sample_path(name: str) -> Path:
+    """The file of a bundled workload. Raises UsageError for an unknown name."""
+    if name not in SAMPLES:
+        raise UsageError(f"no bundled workload {name!r}; {nearest(name, SAMPLES)}")
+    return Path(str(resources.files("sim.workload").joinpath("samples", SAMPLES[name])))
+
+
+def read_workload_file(path: str | Path) -> WorkloadSpec:
+    """The spec in a YAML file; dataset paths in it are relative to its folder. Raises UsageError."""
+    path = Path(path)
+    text, _ = read_text(path)
+    try:
+        content = yaml.load(text, _UniqueKeys)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark is not None else ""
+        problem = getattr(error, "problem", None) or "cannot be parsed"
+        raise UsageError(f"{path}: {where}not YAML ({problem}); correct the line") from None
+    except (ValueError, RecursionError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: not YAML ({str(error)[:80]}); correct the file") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: is not a workload; it needs the key 'tenants' with a list")
+    content.setdefault("name", path.name.removesuffix(".gz").rsplit(".", 1)[0])
+    for dataset in _datasets(content):
+        for key in ("path", "tokenizer"):
+            if isinstance(dataset.get(key), str):
+                dataset[key] = str(path.parent / dataset[key])
+    return parse_spec(content, str(path))
+
+
+def _datasets(content: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    tenants = content.get("tenants")
+    for tenant in tenants if isinstance(tenants, list) else []:
+        if isinstance(tenant, dict) and isinstance(tenant.get("dataset"), dict):
+            yield tenant["dataset"]
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key given twice is an error instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                if key_node.value in seen:
+                    problem = f"key {key_node.value!r} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                seen.add(key_node.value)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+
+def parse_spec(content: Mapping[str, Any], where: str = "workload") -> WorkloadSpec:
+    """`content` as a spec. Raises UsageError with one line that names the field and what is wrong."""
+    try:
+        return WorkloadSpec.model_validate(content)
+    except ValidationError as error:
+        raise UsageError(f"{where}: {explain(error)}") from None
+
+
+Location = tuple[int | str, ...]
+
+
+def dotted(location: Location) -> str:
+    """`tenants[0].arrivals.request_rate`, without the tag of the dataset union, which is no key of the file."""
+    place = ""
+    for i, part in enumerate(location):
+        if i and location[i - 1] == "dataset" and part in DATASETS:
+            continue
+        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else part
+    return place
+
+
+def explain(error: ValidationError, name_of: Callable[[Location], str] = dotted) -> str:
+    """The first problem of a validation error in one line; `name_of` names its place for the user."""
+    first = error.errors(include_url=False)[0]
+    place = name_of(first["loc"])
+    kind, value = first["type"], first["input"]
+    message = first["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        return f"unknown key {dotted(first['loc'])}; {nearest(str(first['loc'][-1]), _field_names())}"
+    if kind == "missing":
+        return f"{place} is missing; add it"
+    if kind == "union_tag_invalid":
+        name = str(first.get("ctx", {}).get("tag", ""))
+        return f"{place}: unknown dataset {name!r}; {nearest(name, DATASETS)}"
+    if kind == "union_tag_not_found":
+        return f"{place}.name is missing; give one of {', '.join(DATASETS)}"
+    shown = "" if kind == "value_error" or isinstance(value, (dict, list)) else f", got {str(value)[:40]!r}"
+    return f"{place}: {message[:1].lower()}{message[1:]}{shown}" if place else message
+
+
+def _field_names() -> set[str]:
+    names: set[str] = set()
+    for module in (spec, arrival_spec):
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, BaseModel):
+                names.update(value.model_fields)
+    return names
+
+
+def detect_format(path: str | Path) -> str:
+    """The dataset a file belongs to by its header or keys, or `WORKLOAD` for a YAML workload.
+
+    Raises UsageError when it is none, or when the format leaves open what its numbers mean.
+    """
+    path = Path(path)
+    if path.name.lower().removesuffix(".gz").endswith((".yaml", ".yml")):
+        return WORKLOAD
+    line = first_line(path)
+    if line.startswith("["):
+        return "sharegpt"
+    if line.startswith("{"):
+        return _detect_json(path, line)
+    columns = {name.strip().strip('"').lower() for name in line.split(",")}
+    for name, wanted in (
+        ("azure", AZURE_COLUMNS),
+        ("burstgpt", BURSTGPT_COLUMNS),
+        ("lengths", LENGTHS_COLUMNS),
+    ):
+        if columns >= {column.lower() for column in wanted}:
+            return name
+    raise UsageError(f"{path}: format not recognised by its first line {line[:60]!r}; set --dataset-name")
+
+
+def _detect_json(path: Path, line: str) -> str:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path}: line 1 is not a JSON object; set --dataset-name") from None
+    length, ids = entry.get("input_length"), entry.get("hash_ids")
+    if isinstance(length, int) and isinstance(ids, list) and len(ids) == -(-length // 512):
+        return "mooncake"
+    if "timestamp" in entry and "input_length" in entry:
+        raise UsageError(
+            f"{path}: its time unit and block size cannot be told from its keys; "
+            "set --dataset-name timed_trace, --timed-trace-chunk-hash-size, --timed-trace-sec-multiplier"
+        )
+    if "prompt" in entry or "prompt_tokens" in entry:
+        return "custom"
+    keys = ", ".join(map(str, list(entry)[:8])) or "none"
+    raise UsageError(f"{path}: format not recognised by its keys ({keys[:100]}); set --dataset-name")
