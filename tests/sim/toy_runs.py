@@ -41,6 +41,7 @@ def toy_run(
     now, waiting = 0.0, 0
     for i in queue:
         times["queued"][i] = sent[i] + IN_S + TOKENIZE_S
+    joined = times["queued"][queue] if queue else np.empty(0)
     while (waiting < len(queue) or ends) and now < until_s:
         if not ends:
             now = max(now, float(times["queued"][queue[waiting]]))
@@ -54,7 +55,7 @@ def toy_run(
         new_tokens = sum(int(prompt[i]) for i in admitted)
         decodes = len(ends) - len(admitted)
         end = now + STEP_S + PREFILL_TOKEN_S * new_tokens
-        late = np.searchsorted(times["queued"][queue], now, side="right") - waiting if queue else 0
+        late = int(np.searchsorted(joined, now, side="right")) - waiting
         pages = sum(-(-int(prompt[i] + output[i]) // 16) for _, i in ends) if n < 1000 else 4 * len(ends)
         area = sum(int(prompt[i]) * (int(prompt[i]) + 1) / 2 for i in admitted)
         rows.append(

@@ -1,0 +1,309 @@
+"""One HTML file that answers a run: verdict, headline numbers, pictures. No network, no other file.
+
+The page carries plotly.js inside and forbids itself to load anything: it opens from a mail attachment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from html import escape
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from experiments import report_figures as figures
+from experiments import theme
+from experiments.report_figures import Roofline
+from experiments.results import writable
+from sim.metrics import Summary
+from sim.record import RunRecord
+from sim.saturation import Load
+from sim.verdict import Verdict
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+CONFIG = {"responsive": True, "displaylogo": False, "modeBarButtonsToRemove": ["lasso2d", "select2d"]}
+
+SETTLE = """
+const touch = matchMedia('(hover: none)').matches;
+addEventListener('load', () => document.querySelectorAll('.plotly-graph-div').forEach(plot => {
+  if (touch) Plotly.relayout(plot, {dragmode: false});
+  Plotly.Plots.resize(plot);
+}));
+"""
+"""Fit plots to columns that were laid out after them, and leave dragging to the page where fingers scroll."""
+
+Panel = tuple[str, str, Any, bool]
+"""Heading, how to read it, the figure, and whether it takes the page's whole width."""
+
+
+def write_report(
+    record: RunRecord,
+    summary: Summary,
+    verdict: Verdict,
+    path: str | Path,
+    *,
+    roofline: Roofline | None = None,
+    title: str | None = None,
+) -> Path:
+    """Write the report and return its path. Raises UsageError when the file cannot be written."""
+    target = Path(path)
+    text = report_html(record, summary, verdict, roofline=roofline, title=title)
+    with writable(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    return target
+
+
+def report_html(
+    record: RunRecord,
+    summary: Summary,
+    verdict: Verdict,
+    *,
+    roofline: Roofline | None = None,
+    title: str | None = None,
+) -> str:
+    """The report as one HTML document, the same bytes for the same run."""
+    offline: Any = import_module("plotly.offline")
+    name = title or " · ".join(
+        str(record.meta[k]) for k in ("label", "model_id", "gpu") if record.meta.get(k)
+    )
+    name = escape(name or "Run")
+    body = "\n".join(
+        [
+            f"<h1>{name}</h1>",
+            f'<p class="sub">{escape(_subtitle(record, summary))}</p>',
+            _verdict(record, summary, verdict),
+            _cards(summary),
+            *_panels(panels(record, summary, roofline)),
+            _latency_table(summary),
+            _engine_table(record, summary),
+            _footer(record),
+        ]
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>{name} · TokenTwin</title>
+<style>{theme.CSS}</style>
+<script>{offline.get_plotlyjs()}</script>
+</head>
+<body>
+<main>
+<noscript><p>The numbers are below; the pictures need JavaScript.</p></noscript>
+{body}
+</main>
+<script>{SETTLE}</script>
+</body>
+</html>
+"""
+
+
+def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> list[Panel]:
+    """The pictures, in reading order. Those without anything to show are left out."""
+    out: list[Panel] = []
+    if summary.completed:
+        window = figures.window_s(record)
+        every = "minute" if window == 60 else f"{window:.3g} s"
+        out += [
+            (
+                "Time to first token",
+                "Share of completed requests within each TTFT. It passes above the cross of an SLO it keeps.",
+                figures.latency_ecdf(record, summary, "ttft"),
+                False,
+            ),
+            (
+                "Time per output token",
+                "(E2EL − TTFT) / (output tokens − 1), over completed requests with more than one token.",
+                figures.latency_ecdf(record, summary, "tpot"),
+                False,
+            ),
+            (
+                f"P95 per {every}",
+                f"Over the requests that arrived in each {every}; windows with fewer than five are left out.",
+                figures.p95_over_time(record, summary),
+                True,
+            ),
+        ]
+    if len(record.steps):
+        out.append(
+            (
+                "Queue, batch and KV cache",
+                "Lines are means, bands the lowest and highest value within each slice of time.",
+                figures.load_over_time(record),
+                True,
+            )
+        )
+    if summary.completed:
+        out += [
+            (
+                "Throughput and concurrency",
+                "Tokens as clients receive them; arrivals above completions fill the system.",
+                figures.throughput_over_time(record),
+                True,
+            ),
+            (
+                "Prompt length and prefill time",
+                "Points far above the others waited inside prefill, or would gain from a prefix cache.",
+                figures.prefill_by_prompt(record),
+                False,
+            ),
+            (
+                "The slowest requests",
+                "Where their time went. Labels are request · prompt→output tokens.",
+                figures.slowest(record),
+                False,
+            ),
+        ]
+    if roofline is not None and len(record.steps):
+        out.append(
+            (
+                "Roofline of the steps",
+                "Steps, sized by device time. Left of the bend memory limits them, right of it compute.",
+                figures.roofline(record, roofline),
+                True,
+            )
+        )
+    if len(summary.tenants) > 1:
+        out.append(("Latency by tenant", "Over completed requests.", figures.by_tenant(summary), True))
+    return out
+
+
+def _panels(items: Iterable[Panel]) -> Iterable[str]:
+    plotly_io: Any = import_module("plotly.io")
+    narrow: list[str] = []
+    for index, (heading, words, fig, wide) in enumerate(items):
+        plot = plotly_io.to_html(
+            fig,
+            config=CONFIG,
+            include_plotlyjs=False,
+            full_html=False,
+            div_id=f"plot-{index}",
+            default_width="100%",
+            default_height=f"{fig.layout.height}px",
+        )
+        section = (
+            f'<section aria-labelledby="h-{index}"><h2 id="h-{index}">{escape(heading)}</h2>'
+            f'<p>{escape(words)}</p><figure aria-label="{escape(heading)}">{plot}</figure></section>'
+        )
+        if not wide:
+            narrow.append(section)
+            continue
+        if narrow:
+            yield f'<div class="grid">{"".join(narrow)}</div>'
+            narrow = []
+        yield section
+    if narrow:
+        yield f'<div class="grid">{"".join(narrow)}</div>'
+
+
+def _subtitle(record: RunRecord, summary: Summary) -> str:
+    words = [f"{summary.sent:,} requests", f"{summary.duration_s:,.1f} s simulated"]
+    if record.num_replicas > 1:
+        words.append(f"{record.num_replicas} replicas")
+    words += [f"{key} {record.meta[key]}" for key in ("seed", "version") if record.meta.get(key) is not None]
+    return " · ".join(words)
+
+
+def _verdict(record: RunRecord, summary: Summary, verdict: Verdict) -> str:
+    lines = []
+    if record.interrupted:
+        lines.append(("warn", "Interrupted: these results are partial."))
+    marks = ["good" if o.met else "bad" for o in verdict.slos]
+    rest = verdict.sentences[len(marks) :]
+    load = {Load.SATURATED: "bad", Load.STABLE: "good"}.get(verdict.saturation.load, "warn")
+    marks += ["bad"] * (len(rest) - 2) + [load, "plain"]
+    lines += list(zip(marks, verdict.sentences, strict=True))
+    lines += [("warn", warning) for warning in summary.warnings]
+    items = "".join(f'<li class="{mark}">{escape(text)}</li>' for mark, text in lines)
+    return (
+        f'<section class="verdict" aria-labelledby="h-v"><h2 id="h-v">Verdict</h2><ul>{items}</ul></section>'
+    )
+
+
+def _cards(s: Summary) -> str:
+    cards = [
+        (_ms(_p95(s.ttft)), "P95 TTFT"),
+        (_ms(_p95(s.tpot)), "P95 TPOT"),
+        (_ms(_p95(s.e2el)), "P95 end to end"),
+        (f"{s.request_throughput:,.2f}/s", "requests completed"),
+        (f"{s.output_throughput:,.0f}/s", "output tokens"),
+    ]
+    if s.slo_attainment is not None and s.request_goodput is not None:
+        cards.append(
+            (f"{s.slo_attainment:.1%}", f"SLO attainment (good / sent), {s.request_goodput:,.2f}/s good")
+        )
+    cards += [
+        (f"{s.batch_occupancy_mean:.0%}", f"batch occupancy, at most {s.batch_occupancy_max:.0%}"),
+        (f"{s.kv_occupancy_mean:.0%}", f"KV occupancy, at most {s.kv_occupancy_max:.0%}"),
+        (f"{s.prefix_hit_rate:.0%}", "of prompt tokens cached"),
+        (f"{s.failed:,}", f"failed of {s.sent:,} requests"),
+    ]
+    items = "".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(n)}</span></div>' for v, n in cards)
+    return f'<div class="cards">{items}</div>'
+
+
+def _latency_table(s: Summary) -> str:
+    points = [p for p, _ in s.ttft.percentiles_s]
+    head = ["ms", "Mean", "Std", *(f"P{p:g}" for p in points), "Max"]
+    rows = []
+    for name, stats in (("TTFT", s.ttft), ("TPOT", s.tpot), ("ITL (per event)", s.itl), ("E2EL", s.e2el)):
+        values = [stats.mean_s, stats.std_s, *(v for _, v in stats.percentiles_s), stats.max_s]
+        rows.append([name, *(_number(v * 1000) for v in values)])
+    return _table("Latencies", head, rows)
+
+
+def _engine_table(record: RunRecord, s: Summary) -> str:
+    rows = [
+        [f"Stage: {name}", _number(t * 1000) + " ms", f"{s.stage_share[name]:.1%} of mean E2EL"]
+        for name, t in s.stage_mean_s.items()
+    ]
+    rows += [
+        ["Preemptions", f"{s.preemptions:,}", ""],
+        ["GPU busy", f"{s.gpu_busy_share:.1%}", "device time / duration"],
+        ["Engine steps", f"{s.num_steps:,}", ""],
+        ["Most requests in the system", f"{s.max_in_system:,}", "at one instant"],
+        ["Batch", f"{record.max_num_seqs:,} sequences", f"{record.max_num_batched_tokens:,} tokens a step"],
+        ["KV cache", f"{record.num_pages:,} pages", f"of {record.page_tokens} tokens"],
+    ]
+    return _table("Stages and engine", ["", "", ""], rows)
+
+
+def _table(heading: str, head: list[str], rows: list[list[str]]) -> str:
+    top = "".join(f'<th scope="col">{escape(h)}</th>' for h in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
+    titles = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
+    return (
+        f'<section><h2>{escape(heading)}</h2><div class="scroll"><table>{titles}<tbody>{body}</tbody></table>'
+        "</div></section>"
+    )
+
+
+def _footer(record: RunRecord) -> str:
+    meta = record.meta
+    argv = meta.get("argv")
+    parts = ["Made by TokenTwin" + (f" {meta['version']}" if meta.get("version") else "")]
+    parts += [
+        f"{key.replace('_', ' ')} {meta[key]}" for key in ("git_commit", "profile_hash") if meta.get(key)
+    ]
+    command = f"<br><code>{escape(' '.join(map(str, argv)))}</code>" if isinstance(argv, list | tuple) else ""
+    return f"<footer>{escape(' · '.join(parts))}{command}</footer>"
+
+
+def _p95(stats: Any) -> float:
+    return dict(stats.percentiles_s).get(95.0, stats.max_s) if stats.count else math.nan
+
+
+def _ms(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "–"
+    return f"{seconds:,.2f} s" if seconds >= 10 else f"{seconds * 1000:,.4g} ms"
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -1,0 +1,364 @@
+"""The pictures of a report, each a plotly figure made from a run."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from experiments import theme
+from experiments.series import (
+    Band,
+    band,
+    ecdf,
+    in_system,
+    output_rate_per_s,
+    over_replicas,
+    percentile_by_window,
+    rate_per_s,
+    thin,
+)
+from sim.latency import STAGES, latencies, stage_times
+from sim.metrics import Summary
+from sim.record import Floats, RunRecord, Status
+from sim.slo import Slo
+
+Figure = Any
+"""A `plotly.graph_objects.Figure`."""
+
+MAX_POINTS = 3000
+SLOWEST_HEIGHT = 530
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Work of every step, in rows of the step table, and the device's limits (all replicas alike)."""
+
+    flops: Floats
+    bytes: Floats
+    peak_flops_per_s: float
+    peak_bytes_per_s: float
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The time axis of a run: seconds, minutes or hours since the first request."""
+
+    from_s: float
+    to_s: float
+    unit: str
+    unit_s: float
+
+    def __call__(self, times_s: Floats) -> Floats:
+        return (times_s - self.from_s) / self.unit_s
+
+    @property
+    def title(self) -> str:
+        return f"Time since the first request ({self.unit})"
+
+
+def clock(record: RunRecord) -> Clock:
+    """From the first request to the last token."""
+    sent_s = record.requests.sent_s
+    from_s = float(sent_s.min()) if len(sent_s) else 0.0
+    last_s = record.requests.last_token_s
+    to_s = float(np.nanmax(last_s)) if (~np.isnan(last_s)).any() else record.end_s
+    to_s = max(to_s, from_s + 1e-3)
+    for unit, unit_s in (("h", 3600.0), ("min", 60.0)):
+        if to_s - from_s > 5 * unit_s:
+            return Clock(from_s, to_s, unit, unit_s)
+    return Clock(from_s, to_s, "s", 1.0)
+
+
+def latency_ecdf(record: RunRecord, summary: Summary, metric: str) -> Figure:
+    """Share of requests within a latency, for "ttft" or "tpot", per tenant where there are several."""
+    lat, r = latencies(record), record.requests
+    values_s = {"ttft": lat.ttft_s, "tpot": np.where(r.output_tokens > 1, lat.tpot_s, np.nan)}[metric]
+    values_ms = np.where(r.status == Status.FINISHED, values_s, np.nan) * 1000
+    fig = theme.figure()
+    several = len(record.tenants) > 1
+    groups = list(enumerate(record.tenants[: len(theme.SERIES)])) if several else [(None, None)]
+    for index, tenant in groups:
+        x, share = ecdf(values_ms if index is None else values_ms[r.tenant == index])
+        name = html.escape(tenant.name) if tenant else metric.upper()
+        fig.add_scatter(
+            x=x,
+            y=share * 100,
+            name=name,
+            mode="lines",
+            line_shape="hv",
+            hovertemplate="%{x:.4g} ms: %{y:.2f} %",
+        )
+    known = values_ms[values_ms > 0]
+    for slo in (o.slo for o in summary.slos if o.slo.metric == metric):
+        _limit(fig, slo)
+    limit_s = summary.goodput_limits.limits_s().get(metric)
+    if limit_s is not None:
+        _vertical(fig, limit_s * 1000, f"goodput limit {limit_s * 1000:g} ms", theme.GREY)
+    wide = len(known) > 0 and known.max() / known.min() > 30
+    fig.update_xaxes(
+        title_text=f"{metric.upper()} (ms)" + (", logarithmic" if wide else ""),
+        type="log" if wide else "linear",
+    )
+    if not wide:
+        fig.update_xaxes(rangemode="tozero")
+    return fig.update_yaxes(title_text="Share of requests (%)", range=[0, 101])
+
+
+def _limit(fig: Figure, slo: Slo) -> None:
+    limit_ms = slo.limit_s * 1000
+    _vertical(fig, limit_ms, f"SLO {slo.label} ≤ {limit_ms:g} ms", theme.LIMIT)
+    if slo.percentile is not None:
+        fig.add_scatter(
+            x=[limit_ms],
+            y=[slo.percentile],
+            mode="markers",
+            showlegend=False,
+            hovertemplate="the curve must pass above",
+            marker={
+                "color": theme.LIMIT,
+                "size": 11,
+                "symbol": "x-thin",
+                "line": {"width": 2.5, "color": theme.LIMIT},
+            },
+        )
+
+
+def _vertical(fig: Figure, x: float, name: str, colour: str) -> None:
+    fig.add_scatter(
+        x=[x, x],
+        y=[0, 100],
+        mode="lines",
+        name=name,
+        line={"color": colour, "dash": "dash"},
+        hoverinfo="name",
+    )
+
+
+def _banded(fig: Figure, at: Clock, b: Band, name: str, colour: str, row: int, scale: float = 1.0) -> None:
+    x = at(b.time_s)
+    if (b.high > b.low).any():
+        fig.add_scatter(
+            x=np.concatenate([x, x[::-1]]),
+            y=np.concatenate([b.high, b.low[::-1]]) * scale,
+            fill="toself",
+            fillcolor=theme.translucent(colour, 0.22),
+            line={"width": 0},
+            mode="lines",
+            hoverinfo="skip",
+            showlegend=False,
+            row=row,
+            col=1,
+        )
+    fig.add_scatter(
+        x=x, y=b.mean * scale, name=name, mode="lines", line={"color": colour, "width": 1.6}, row=row, col=1
+    )
+
+
+def load_over_time(record: RunRecord) -> Figure:
+    """Running and waiting requests above, batch and KV occupancy below; bands are extremes in a bucket."""
+    at, s = clock(record), record.steps
+    fig = theme.stacked(2, height=520)
+
+    def one(column: Any) -> Band:
+        return band(over_replicas(s, column), at.from_s, at.to_s)
+
+    running, waiting, pages = one(s.num_running), one(s.num_waiting), one(s.used_pages)
+    seats = record.max_num_seqs * max(record.num_replicas, 1)
+    all_pages = max(record.num_pages * max(record.num_replicas, 1), 1)
+    _banded(fig, at, running, "running", theme.BLUE, 1)
+    _banded(fig, at, waiting, "waiting", theme.ORANGE, 1)
+    _banded(fig, at, running, "batch occupancy", theme.SKY, 2, 100 / seats)
+    _banded(fig, at, pages, "KV occupancy", theme.GREEN, 2, 100 / all_pages)
+    fig.update_yaxes(title_text="Requests", rangemode="tozero", row=1, col=1)
+    fig.update_yaxes(title_text="Occupancy (%)", range=[0, 105], row=2, col=1)
+    return fig.update_xaxes(title_text=at.title, row=2, col=1)
+
+
+def throughput_over_time(record: RunRecord) -> Figure:
+    """Tokens per second above; requests in the system and arrivals per second below."""
+    at, r = clock(record), record.requests
+    fig = theme.stacked(3, height=560)
+    t, rate = output_rate_per_s(record, at.from_s, at.to_s)
+    fig.add_scatter(
+        x=at(t),
+        y=rate,
+        name="output tokens/s",
+        mode="lines",
+        line={"color": theme.GREEN, "width": 1.4},
+        row=1,
+        col=1,
+    )
+    buckets = 60
+    for name, times_s, colour in (
+        ("arrivals/s", r.sent_s, theme.BLUE),
+        ("completions/s", r.last_token_s, theme.ORANGE),
+    ):
+        t, rate = rate_per_s(times_s, at.from_s, at.to_s, buckets)
+        fig.add_scatter(
+            x=at(t),
+            y=rate,
+            name=name,
+            mode="lines",
+            line={"color": colour, "shape": "hvh", "width": 1.6},
+            row=2,
+            col=1,
+        )
+    _banded(fig, at, band(in_system(record), at.from_s, at.to_s), "requests in the system", theme.PURPLE, 3)
+    for row, title in enumerate(("Tokens/s", "Requests/s", "Requests"), 1):
+        fig.update_yaxes(title_text=title, rangemode="tozero", row=row, col=1)
+    return fig.update_xaxes(title_text=at.title, row=3, col=1)
+
+
+def window_s(record: RunRecord) -> float:
+    """A minute, or a thirtieth of a run shorter than ten minutes."""
+    at = clock(record)
+    span_s = at.to_s - at.from_s
+    return 60.0 if span_s >= 600 else max(span_s / 30, 1e-3)
+
+
+def p95_over_time(record: RunRecord, summary: Summary) -> Figure:
+    """P95 of TTFT and TPOT per window, by time of arrival."""
+    at, lat, r = clock(record), latencies(record), record.requests
+    fig = theme.stacked(2, height=460)
+    tpot_s = np.where(r.output_tokens > 1, lat.tpot_s, np.nan)
+    for row, (metric, values_s, colour) in enumerate(
+        (("ttft", lat.ttft_s, theme.BLUE), ("tpot", tpot_s, theme.GREEN)), 1
+    ):
+        t, p95 = percentile_by_window(r.sent_s, values_s * 1000, window_s(record), at.from_s, 95)
+        style = {"mode": "lines+markers", "line": {"color": colour}, "marker": {"size": 4}}
+        fig.add_scatter(x=at(t), y=p95, name=f"P95 {metric.upper()}", row=row, col=1, **style)
+        for slo in (o.slo for o in summary.slos if o.slo.metric == metric):
+            ends = at(np.array([at.from_s, at.to_s]))
+            line = {"color": theme.LIMIT, "dash": "dash"}
+            name = f"SLO {slo.label} ≤ {slo.limit_s * 1000:g} ms"
+            fig.add_scatter(
+                x=ends, y=[slo.limit_s * 1000] * 2, mode="lines", name=name, line=line, row=row, col=1
+            )
+        fig.update_yaxes(title_text=f"P95 {metric.upper()} (ms)", rangemode="tozero", row=row, col=1)
+    return fig.update_xaxes(title_text=at.title, row=2, col=1)
+
+
+def prefill_by_prompt(record: RunRecord) -> Figure:
+    """Prefill time against prompt length, with cached and preempted prompts marked."""
+    lat, r = latencies(record), record.requests
+    fig = theme.figure(height=SLOWEST_HEIGHT)
+    ran = ~np.isnan(lat.prefill_s)
+    kinds = (
+        ("nothing cached", ran & (r.cached_tokens == 0) & (r.preemptions == 0), theme.BLUE, "circle"),
+        ("part cached", ran & (r.cached_tokens > 0) & (r.preemptions == 0), theme.ORANGE, "diamond"),
+        ("preempted", ran & (r.preemptions > 0), theme.VERMILLION, "x"),
+    )
+    total = max(int(ran.sum()), 1)
+    for name, mask, colour, symbol in kinds:
+        share = max(int(MAX_POINTS * mask.sum() / total), 60)
+        rows = thin(np.flatnonzero(mask), lat.prefill_s[mask], share)
+        if len(rows):
+            fig.add_scatter(
+                x=r.prompt_tokens[rows],
+                y=lat.prefill_s[rows] * 1000,
+                name=f"{name} ({int(mask.sum())})",
+                mode="markers",
+                marker={"color": theme.translucent(colour, 0.55), "size": 5, "symbol": symbol},
+                customdata=r.request_id[rows],
+                hovertemplate="request %{customdata}: %{x} tokens, %{y:.4g} ms",
+            )
+    fig.update_xaxes(title_text="Prompt length (tokens)", rangemode="tozero")
+    return fig.update_yaxes(title_text="Prefill time (ms)", rangemode="tozero")
+
+
+def slowest(record: RunRecord, count: int = 20) -> Figure:
+    """Where the time of the slowest requests went, stage by stage."""
+    r, stages, lat = record.requests, stage_times(record), latencies(record)
+    done = np.flatnonzero(r.status == Status.FINISHED)
+    rows = done[np.argsort(-lat.e2el_s[done], kind="stable")[:count]][::-1]
+    names = [f"#{r.request_id[i]} · {r.prompt_tokens[i]}→{r.output_tokens[i]}" for i in rows]
+    fig = theme.figure(height=SLOWEST_HEIGHT, barmode="stack", bargap=0.25)
+    fig.update_layout(legend_traceorder="normal")
+    for name in STAGES:
+        fig.add_bar(
+            y=names,
+            x=stages[name][rows],
+            name=name,
+            orientation="h",
+            marker_color=theme.STAGES[name],
+            hovertemplate="%{x:.4g} s",
+        )
+    fig.update_yaxes(tickfont_size=11)
+    return fig.update_xaxes(title_text="Time since the client sent it (s)")
+
+
+def roofline(record: RunRecord, work: Roofline) -> Figure:
+    """Steps by arithmetic intensity and speed reached, as cells of a grid sized by the time spent there."""
+    s = record.steps
+    fig = theme.figure(height=420)
+    ok = (work.flops > 0) & (work.bytes > 0) & (s.gpu_s > 0)
+    kinds = (
+        ("decode only", ok & (s.num_prefills == 0), theme.SKY),
+        ("with prompt chunks", ok & (s.num_prefills > 0), theme.BLUE),
+    )
+    total_s = max(float(s.gpu_s[ok].sum()), 1e-300)
+    x_seen: list[float] = []
+    for name, mask, colour in kinds:
+        if not mask.any():
+            continue
+        intensity, speed = work.flops[mask] / work.bytes[mask], work.flops[mask] / s.gpu_s[mask]
+        cell = np.stack([np.round(np.log10(intensity) * 24), np.round(np.log10(speed) * 24)])
+        _, which = np.unique(cell, axis=1, return_inverse=True)
+        which = which.ravel()
+        spent_s = np.bincount(which, weights=s.gpu_s[mask])
+        x = np.bincount(which, weights=intensity * s.gpu_s[mask]) / spent_s
+        y = np.bincount(which, weights=speed * s.gpu_s[mask]) / spent_s
+        x_seen += [float(x.min()), float(x.max())]
+        size = 5 + 30 * np.sqrt(spent_s / total_s)
+        fig.add_scatter(
+            x=x,
+            y=y / 1e12,
+            mode="markers",
+            name=name,
+            customdata=spent_s / total_s * 100,
+            marker={
+                "size": size,
+                "color": theme.translucent(colour, 0.6),
+                "line": {"width": 0.5, "color": theme.INK},
+            },
+            hovertemplate="%{x:.3g} FLOP/byte, %{y:.3g} TFLOP/s: %{customdata:.2f} % of device time",
+        )
+    ridge = work.peak_flops_per_s / work.peak_bytes_per_s
+    low, high = min([ridge / 30, *x_seen]) / 1.5, max([ridge * 10, *x_seen]) * 1.5
+    roof = np.minimum(np.array([low, ridge, high]) * work.peak_bytes_per_s, work.peak_flops_per_s) / 1e12
+    name = (
+        f"{html.escape(work.device)} peak: {work.peak_flops_per_s / 1e12:.4g} TFLOP/s, "
+        f"{work.peak_bytes_per_s / 1e12:.3g} TB/s"
+    )
+    fig.add_scatter(
+        x=[low, ridge, high], y=roof, mode="lines", name=name.strip(), line={"color": theme.INK, "width": 2}
+    )
+    fig.update_xaxes(title_text="Arithmetic intensity (FLOP/byte), logarithmic", type="log")
+    return fig.update_yaxes(title_text="Speed (TFLOP/s), logarithmic", type="log")
+
+
+def by_tenant(summary: Summary) -> Figure:
+    """Median, P95 and P99 of TTFT and TPOT of each tenant."""
+    fig = theme.beside(2, height=150 + 34 * len(summary.tenants))
+    names = [html.escape(t.name) for t in summary.tenants]
+    points = [p for p, _ in summary.ttft.percentiles_s] or [50.0]
+    shown = [p for p in points if p in (50, 95, 99)] or points[-3:]
+    for col, metric in enumerate(("ttft", "tpot"), 1):
+        for p, symbol, colour in zip(shown, ("circle", "diamond", "square"), theme.SERIES, strict=False):
+            x = [getattr(t, metric).at(p) * 1000 for t in summary.tenants]
+            fig.add_scatter(
+                x=x,
+                y=names,
+                mode="markers",
+                name=f"P{p:g}",
+                showlegend=col == 1,
+                row=1,
+                col=col,
+                marker={"size": 10, "symbol": symbol, "color": colour},
+            )
+        fig.update_xaxes(title_text=f"{metric.upper()} (ms)", rangemode="tozero", row=1, col=col)
+    return fig.update_yaxes(autorange="reversed")
