@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 DAILY_CURVES: dict[str, tuple[float, ...]] = {
     "office": (
@@ -61,9 +61,10 @@ class ArrivalSpec(BaseModel):
 
     @field_validator("request_rate", "rate_scale", "burstiness", "ramp_up_start_rps", "ramp_up_end_rps")
     @classmethod
-    def _positive(cls, value: float | None) -> float | None:
+    def _positive(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and not value > 0:
-            raise ValueError(f"must be a positive number, got {value:g} (a rate of inf sends all at once)")
+            hint = "; inf sends all at once" if info.field_name == "request_rate" else ""
+            raise ValueError(f"must be a positive number, got {value:g}{hint}")
         return value
 
     @field_validator("rate_scale", "ramp_up_start_rps", "ramp_up_end_rps")

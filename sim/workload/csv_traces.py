@@ -12,7 +12,7 @@ from serving.errors import UsageError
 from sim.record import Floats, Ints
 from sim.workload.columns import DateColumn, Drops, Reasons, by_time, number_column, token_column
 from sim.workload.rows import Rows
-from sim.workload.textfile import read_text
+from sim.workload.textfile import plural, read_text
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
@@ -155,7 +155,7 @@ def read_burstgpt(path: Path, model: str | None = None) -> Rows:
         )
     time_s = np.concatenate(parts[0]) if parts[0] else np.zeros(0)
     time_s = time_s - (time_s.min() if len(time_s) else 0.0)
-    more = [f"{others:,} rows of other models left out (model {model})"] if others else []
+    more = [f"{plural(others, 'row')} of other models left out (model {model})"] if others else []
     return _finish(file, parts[1], parts[2], drops, time_s, more)
 
 

@@ -88,7 +88,7 @@ Location = tuple[int | str, ...]
 
 
 def dotted(location: Location) -> str:
-    """`tenants[0].arrivals.request_rate`, without the tag of the dataset union, which is no key of the file."""
+    """`tenants[0].arrivals.request_rate`, without the tag of the dataset union, no key of the file."""
     place = ""
     for i, part in enumerate(location):
         if i and location[i - 1] == "dataset" and part in DATASETS:
