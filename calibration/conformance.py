@@ -165,7 +165,7 @@ class _Replay:
         plan = self.scheduler.plan(0.0)
         decided = self._decisions(plan)
         scheduled = plan is not None and len(plan) > 0
-        if plan is not None:
+        if plan is not None and scheduled:
             self.queue.append(plan)
         finished: list[str] = []
         if len(self.queue) >= 2 or (self.queue and not scheduled):
@@ -214,7 +214,8 @@ class _Replay:
                 while accepted < drafts and token_hash(request_id, n, 100 + accepted) % 10 < 6:
                     accepted += 1
                 produced = [
-                    -1 if padded else token_hash(request_id, n, 200 + z) % _VOCABULARY for z in range(accepted)
+                    -1 if padded else token_hash(request_id, n, 200 + z) % _VOCABULARY
+                    for z in range(accepted)
                 ]
                 produced.append(token_hash(request_id, n, 7) % _VOCABULARY)
                 left = request.max_tokens - n

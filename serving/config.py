@@ -45,7 +45,9 @@ class SchedulerConfig:
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold}; use 0 (off) or more tokens"
             )
         if not 0.0 <= self.watermark < 1.0:
-            raise UsageError(f"watermark is {self.watermark}; it is a share of the pages, 0 or more and below 1")
+            raise UsageError(
+                f"watermark is {self.watermark}; it is a share of the pages, 0 or more and below 1"
+            )
         if self.queue_order not in QUEUE_ORDERS:
             raise UsageError(f"queue_order is {self.queue_order!r}; use one of {', '.join(QUEUE_ORDERS)}")
         if self.num_speculative_tokens < 0:
@@ -65,4 +67,6 @@ class SchedulerConfig:
         """The V1 engine of 2025: no full-prompt gate, no watermark, unhashed pages queued last, synchronous."""
         from dataclasses import replace
 
-        return replace(self, reserve_full_isl=False, watermark=0.0, prepend_unhashed=False, async_scheduling=False)
+        return replace(
+            self, reserve_full_isl=False, watermark=0.0, prepend_unhashed=False, async_scheduling=False
+        )

@@ -49,7 +49,7 @@ class PagePool:
         self._claim: npt.NDArray[np.int64] = np.full(num_pages + 1, -1, np.int64)
         self._num_claims = 0
 
-    # ---- allocation and release ---------------------------------------------------------------------------------
+    # ---- allocation and release ----------------------------------------------------------------------------
 
     def take(self, count: int) -> Pages:
         """The next `count` pages in eviction order, each with one reference; what they held is forgotten.
@@ -141,7 +141,7 @@ class PagePool:
         """How many of these pages sit in the free queue, so that a hit on them lowers `num_free`."""
         return int(np.count_nonzero(self.refs[np.asarray(pages, np.int32)] == 0)) if len(pages) else 0
 
-    # ---- prefix identity ----------------------------------------------------------------------------------------
+    # ---- prefix identity -----------------------------------------------------------------------------------
 
     def register(self, page: int, key: Hashable) -> None:
         """Let later requests find `page` by `key`. Several pages may carry one key; the first found is used."""
@@ -190,11 +190,11 @@ class PagePool:
         lost = self._claim[pages] != owner
         return pages[: int(lost.argmax())] if lost.any() else pages
 
-    # ---- self-checks --------------------------------------------------------------------------------------------
+    # ---- self-checks ---------------------------------------------------------------------------------------
 
     def free_order(self) -> list[int]:
         """Every free page in the order in which `take` would hand it out."""
-        order = list(reversed(self._front)) + self._head[self._head_at :].tolist()
+        order: list[int] = [*reversed(self._front), *self._head[self._head_at :].tolist()]
         for stamp, segment in self._back:
             order += segment[self._stamp[segment] == stamp].tolist()
         return order
@@ -203,5 +203,7 @@ class PagePool:
         """Invariants: a page is free exactly when it has no reference, and is queued exactly once."""
         order = self.free_order()
         assert len(order) == len(set(order)) == self.num_free, "a page is queued twice or lost"
-        assert set(order) == set((np.flatnonzero(self.refs[1:] == 0) + 1).tolist()), "free page with references"
+        assert set(order) == set((np.flatnonzero(self.refs[1:] == 0) + 1).tolist()), (
+            "free page with references"
+        )
         assert not self.refs[0], "page 0 was handed out"

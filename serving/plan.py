@@ -28,7 +28,7 @@ class Admission(NamedTuple):
 class Chunk(NamedTuple):
     """A prompt chunk of the step (or the recomputation of a preempted sequence)."""
 
-    slot: int
+    request: Request
     num_tokens: int
     context: int
     """Tokens of the sequence already computed before this chunk."""
@@ -66,6 +66,10 @@ class StepPlan:
     """Requests that ended in planning with reason "length": no page pool could hold another token of theirs."""
     starved: list[int] = field(default_factory=list)
     """Slots that were decoding and got nothing in this step, so that their token stream has a gap."""
+    num_running: int = 0
+    """Sequences that held a seat, scheduled or not."""
+    num_waiting: int = 0
+    used_pages: int = 0
     num_padding: int = 0
     """Rows computed for nothing: finished members of a static batch."""
 

@@ -57,10 +57,15 @@ class Scheduler:
         self._next_serial = 0
         self._cooling: list[tuple[int, int]] = []
         # A sequence may never want more pages than exist: it ends with reason "length" when the last page is full.
-        room = config.num_pages * config.page_tokens + 1 - config.num_speculative_tokens - config.lookahead_tokens
+        room = (
+            config.num_pages * config.page_tokens
+            + 1
+            - config.num_speculative_tokens
+            - config.lookahead_tokens
+        )
         self.longest = min(config.max_model_len, room)
 
-    # ---- requests in and out ------------------------------------------------------------------------------------
+    # ---- requests in and out -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> bool:
         """Queue a request. False when it can never run: `request.state` is REJECTED and `request.reason` says why."""
@@ -131,7 +136,7 @@ class Scheduler:
         """Number of a live request in order of arrival."""
         return self._serials[request]
 
-    # ---- one step -----------------------------------------------------------------------------------------------
+    # ---- one step ------------------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
         """The next step, or None when nothing can be scheduled now."""
@@ -142,14 +147,14 @@ class Scheduler:
         if plan is None:
             return None
         self.num_planned += 1
-        if self.config.async_scheduling:
+        if self.config.async_scheduling and len(plan):
             self.in_flight.append(plan)
         return plan
 
     def commit(self, plan: StepPlan, outcome: StepOutcome = ONE_EACH) -> list[Request]:
         """Append the step's tokens; returns the requests that finished, in row order."""
         if self.config.async_scheduling:
-            assert self.in_flight and self.in_flight[0] is plan, "steps are committed in the order of planning"
+            assert self.in_flight[0] is plan, "steps are committed in the order of planning"
             del self.in_flight[0]
         if outcome.counts is None and outcome.tokens is None and outcome.stopped is None and not self._stale:
             finished = self._commit_one_each(plan)
@@ -218,9 +223,7 @@ class Scheduler:
                 finished.append(self._finish(slot, reason))
         return finished
 
-    def _append_stale(
-        self, request: Request, count: int, tokens: object, stopped: str | None
-    ) -> bool:
+    def _append_stale(self, request: Request, count: int, tokens: object, stopped: str | None) -> bool:
         """Deliver the in-flight output of a request that was preempted meanwhile. True when that ends it."""
         room = self.finish_at(request) - request.num_tokens
         kept = min(count, room)
@@ -233,7 +236,7 @@ class Scheduler:
             return True
         return False
 
-    # ---- leaving the running set --------------------------------------------------------------------------------
+    # ---- leaving the running set ---------------------------------------------------------------------------
 
     def propose(self, request: Request, drafts: int) -> None:
         """Set how many draft tokens the next step may verify for a request that is decoding."""
@@ -252,7 +255,9 @@ class Scheduler:
         else:
             request.private_pages = None
         in_flight = sum(
-            int(plan.num_new[plan.slots == slot].sum()) for plan in self.in_flight if (plan.slots == slot).any()
+            int(plan.num_new[plan.slots == slot].sum())
+            for plan in self.in_flight
+            if (plan.slots == slot).any()
         )
         self._retire(slot)
         if in_flight:
@@ -296,7 +301,7 @@ class Scheduler:
                 keep.append((planned, slot))
         self._cooling = keep
 
-    # ---- self-check ---------------------------------------------------------------------------------------------
+    # ---- self-check ----------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Invariants of pages and sequences; raises AssertionError when one is broken."""

@@ -60,7 +60,7 @@ class Sequences:
         self._registered: list[int] = [0] * num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
 
-    # ---- membership ---------------------------------------------------------------------------------------------
+    # ---- membership ----------------------------------------------------------------------------------------
 
     def order_array(self) -> Slots:
         """`order` as an index array, rebuilt when the running set changed."""
@@ -128,7 +128,7 @@ class Sequences:
         self.prefilling[slot] = False
         self.num_prefilling -= 1
 
-    # ---- pages --------------------------------------------------------------------------------------------------
+    # ---- pages ---------------------------------------------------------------------------------------------
 
     def pages_of(self, slot: int) -> Pages:
         """Page table of a sequence (a view)."""
@@ -153,7 +153,7 @@ class Sequences:
         self.num_pages[slots] = counts + 1
         self.capacity[slots] += self.config.page_tokens
 
-    # ---- prefix identity ----------------------------------------------------------------------------------------
+    # ---- prefix identity -----------------------------------------------------------------------------------
 
     def identified_pages(self, slot: int, scheduled: int = 0) -> int:
         """Leading pages that carry an identity: full of tokens that were known when they were scheduled.

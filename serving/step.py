@@ -34,7 +34,6 @@ class Step:
         self.token_budget = self.config.max_num_batched_tokens
         self.preempted: list[Request] = []
         self.truncated: list[Request] = []
-        self.num_padding = 0
         # Rows planned by the vector form, then rows planned one by one.
         self._slots: Slots | None = None
         self._new: Counts | None = None
@@ -48,7 +47,7 @@ class Step:
         self._draft_slots = self.config.draft_slots
         self._prefill_in_batch = False
 
-    # ---- for policies -------------------------------------------------------------------------------------------
+    # ---- for policies --------------------------------------------------------------------------------------
 
     def set_budget(self, num_tokens: int) -> None:
         """Replace the token budget of this step, for policies that do not keep to max_num_batched_tokens."""
@@ -84,7 +83,8 @@ class Step:
     def scheduled(self, request: Request) -> bool:
         """The request is already part of this step."""
         return request.slot >= 0 and (
-            request.slot in self._rows or (self._slots is not None and bool((self._slots == request.slot).any()))
+            request.slot in self._rows
+            or (self._slots is not None and bool((self._slots == request.slot).any()))
         )
 
     def extend(self, request: Request, num_tokens: int | None = None) -> bool:
@@ -127,7 +127,7 @@ class Step:
             self._input_budget += scheduled + self._draft_slots
         self.preempted.append(self.scheduler.preempt(slot, scheduled))
 
-    # ---- the running set, as vLLM V1 schedules it ---------------------------------------------------------------
+    # ---- the running set, as vLLM V1 schedules it ----------------------------------------------------------
 
     def continue_running(self) -> None:
         """Give each running sequence what it wants, in order of admission, until the token budget is used up."""
@@ -269,7 +269,7 @@ class Step:
             seqs.drafts[slot] = 0
         return True
 
-    # ---- the queue, as vLLM V1 admits from it -------------------------------------------------------------------
+    # ---- the queue, as vLLM V1 admits from it --------------------------------------------------------------
 
     def admit_waiting(self) -> None:
         """Admit from the head of the queue while seats, budget and pages last; the first refusal ends it."""
@@ -354,7 +354,7 @@ class Step:
             return threshold
         return 0
 
-    # ---- the plan -----------------------------------------------------------------------------------------------
+    # ---- the plan ------------------------------------------------------------------------------------------
 
     def _split_vector_rows(self) -> None:
         """Turn rows planned together into rows planned one by one, so that one can be taken out."""
@@ -398,7 +398,10 @@ class Step:
             preempted=self.preempted,
             truncated=self.truncated,
             starved=self._starved,
-            num_padding=self.num_padding,
+            num_running=len(seqs.order),
+            num_waiting=len(self.scheduler.waiting),
+            used_pages=self.scheduler.used_pages,
+            num_padding=self.scheduler.policy.padding(self.scheduler),
         )
         decodes = end
         if seqs.num_prefilling:
@@ -411,6 +414,9 @@ class Step:
             seqs.target[sampled] += 1
             if plan.drafts is not None:
                 seqs.target[slots] += plan.drafts
+            if self.config.num_speculative_tokens:
+                # The drafts of the next step are not known yet; placeholders stand for them.
+                seqs.drafts[sampled] = self.config.num_speculative_tokens
         if len(decodes):
             plan.decode_context_sum = int(decodes.sum())
             plan.decode_context_max = int(decodes.max())
@@ -424,7 +430,9 @@ class Step:
         for row in np.flatnonzero(is_chunk).tolist():
             slot = int(slots[row])
             last = bool(end[row] >= seqs.target[slot])
-            plan.chunks.append(Chunk(slot, int(plan.num_new[row]), int(plan.context[row]), last))
+            plan.chunks.append(
+                Chunk(seqs.request(slot), int(plan.num_new[row]), int(plan.context[row]), last)
+            )
             if last:
                 seqs.end_prefill(slot)
             else:

@@ -39,6 +39,10 @@ class BatchPolicy:
             and not scheduler.head_blocked
         )
 
+    def padding(self, scheduler: Scheduler) -> int:
+        """Rows that each step computes for nothing, such as finished members of a padded batch."""
+        return 0
+
     def refuses(self, request: Request, config: SchedulerConfig) -> str | None:
         """Why this policy can never run `request`; None when it can."""
         return None
@@ -79,7 +83,9 @@ def load_policy(name: str, **options: Any) -> BatchPolicy:
             raise UsageError(f"policy {name!r}: cannot import {module_name!r}: {error}") from error
         cls = getattr(module, class_name, None)
         if not (isinstance(cls, type) and callable(getattr(cls, "schedule", None))):
-            raise UsageError(f"policy {name!r}: {module_name} has no class {class_name!r} with a schedule(step) method")
+            raise UsageError(
+                f"policy {name!r}: {module_name} has no class {class_name!r} with a schedule(step) method"
+            )
         if not issubclass(cls, BatchPolicy):
             cls = type(cls.__name__, (cls, BatchPolicy), {})
     try:

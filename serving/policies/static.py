@@ -39,7 +39,9 @@ class Static(BatchPolicy):
             return
         step.set_budget(max(step.token_budget, sum(map(step.wanted, step.running))))
         step.continue_running()
-        step.num_padding = self._members - step.num_running
+
+    def padding(self, scheduler: Scheduler) -> int:
+        return self._members - scheduler.num_running if scheduler.num_running else 0
 
     def _start(self, step: Step) -> None:
         waiting = step.scheduler.waiting
@@ -63,7 +65,9 @@ class Static(BatchPolicy):
         return scheduler.num_running == 0
 
     def refuses(self, request: Request, config: SchedulerConfig) -> str | None:
-        pages = -(-min(request.prompt_tokens + request.max_tokens, config.max_model_len) // config.page_tokens)
+        pages = -(
+            -min(request.prompt_tokens + request.max_tokens, config.max_model_len) // config.page_tokens
+        )
         if pages > config.num_pages:
             return f"static batching reserves {pages} pages for it; the KV cache has {config.num_pages}"
         return None

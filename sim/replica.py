@@ -1,0 +1,366 @@
+"""One engine as a SimPy process: plan, take the time the cost model says, commit.
+
+This is the whole loop that the real engine runs on tensors. With asynchronous scheduling the next step is planned when
+the current one starts, before its tokens are known; a step then lasts as long as the device or the host takes, whichever
+is longer. While consecutive steps are all alike the process leaps over them (`serving.leap`), priced in one vector
+expression, and an arrival cuts the leap at the next step boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
+
+import numpy as np
+from simpy.events import Event
+
+from serving.leap import leap, steady_steps
+from serving.plan import StepPlan
+from serving.request import Request
+from serving.scheduler import Scheduler
+from sim.clock import STEP, Clock
+from sim.log import RequestLog, StepLog
+from sim.record import Floats, Status
+
+MAX_LEAP = 4096
+
+
+class Pricer(Protocol):
+    """What a step costs, in seconds; `costmodel.pricer.StepPricer` is the one that knows devices."""
+
+    def step_s(
+        self,
+        num_tokens: int,
+        num_sampled: int,
+        prefills: Sequence[tuple[int, int]],
+        num_decodes: int,
+        decode_context_sum: int,
+        decode_context_max: int,
+    ) -> float:
+        """Device time of one step. `prefills` are (chunk tokens, context tokens before the chunk)."""
+
+    def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
+        """Device times of `num_steps` decode steps in which every context grows by one token a step."""
+
+    def host_s(self, num_seqs: int, num_tokens: int) -> float:
+        """Host work that a step needs."""
+
+
+class Replica:
+    """An engine: a scheduler, a price list and a process. `finished(request, time_s)` is told of every end."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        index: int,
+        scheduler: Scheduler,
+        pricer: Pricer,
+        requests: RequestLog,
+        finished: Callable[[Request, float], None],
+        *,
+        fast_forward: bool = True,
+    ) -> None:
+        self.clock = clock
+        self.index = index
+        # Boundaries of several replicas at the very same time are taken in order of replica, leaping or not.
+        self._priority = STEP + index
+        self.scheduler = scheduler
+        self.pricer = pricer
+        self.steps = StepLog()
+        self._requests = requests
+        self._finished = finished
+        self._fast_forward = fast_forward
+        self.now_s = 0.0
+        self._idle: Event | None = None
+        self._leap_ends_s: Floats | None = None
+        self._leap_timer: Event | None = None
+        self._cut_at: int | None = None
+        self._starts: dict[int, int] = {}
+        asynchronous = scheduler.config.async_scheduling
+        self.process = clock.process(self._serve_async() if asynchronous else self._serve())
+
+    # ---- arrivals ------------------------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        """Requests running or waiting here."""
+        return self.scheduler.num_unfinished
+
+    def submit(self, request: Request) -> bool:
+        """A request reaches this engine's queue. False when the scheduler rejects it."""
+        row = self._row(request)
+        self._requests.replica[row] = self.index
+        if not self.scheduler.add(request):
+            self._requests.status[row] = int(Status.REJECTED)
+            self._requests.reason[row] = request.reason
+            return False
+        if self._idle is not None:
+            idle, self._idle = self._idle, None
+            self._wake(idle)
+        elif self._leap_ends_s is not None:
+            self._cut()
+        return True
+
+    def _wake(self, idle: Event) -> None:
+        timer = self.clock.at(self.clock.now, self._priority)
+        timer.callbacks, idle.callbacks = idle.callbacks, []
+
+    def _cut(self) -> None:
+        """End the leap at the first step boundary from now on."""
+        assert self._leap_ends_s is not None
+        assert self._leap_timer is not None
+        # A boundary at this very time is over if a replica after this one in order has already passed its own.
+        over = self.clock.boundary > (self.clock.now, self._priority)
+        at = int(np.searchsorted(self._leap_ends_s, self.clock.now, side="right" if over else "left"))
+        if self._cut_at is not None or at >= len(self._leap_ends_s) - 1:
+            return
+        self._cut_at = at
+        timer = self.clock.at(float(self._leap_ends_s[at]), self._priority)
+        timer.callbacks, self._leap_timer.callbacks = self._leap_timer.callbacks, []
+
+    def _sleep(self) -> Generator[Event, object, None]:
+        """Wait until somebody arrives or the policy wants to be asked again."""
+        wake_s = self.scheduler.wake_s
+        if wake_s < float("inf"):
+            timer = self.clock.at(max(wake_s, self.clock.now), self._priority)
+            self._idle = timer
+            yield timer
+        else:
+            self._idle = Event(self.clock)
+            yield self._idle
+        self._idle = None
+        self.now_s = max(self.now_s, self.clock.now)
+
+    # ---- the loop, synchronous and asynchronous ------------------------------------------------------------
+
+    def _serve(self) -> Generator[Event, object, None]:
+        scheduler, clock = self.scheduler, self.clock
+        while True:
+            plan = scheduler.plan(self.now_s)
+            if plan is None:
+                yield from self._sleep()
+                continue
+            self._admit(plan)
+            self._leave(plan)
+            if not len(plan):
+                continue
+            gpu_s, host_s = self._price(plan)
+            start_s, end_s = self.now_s, self.now_s + (host_s + gpu_s)
+            yield clock.at(end_s, self._priority)
+            self.now_s = end_s
+            clock.boundary = (end_s, self._priority)
+            self._commit(plan, start_s, gpu_s, host_s)
+            if self._fast_forward and (steps := self._steps_to_leap(plan, gpu_s)):
+                context_sum = plan.decode_context_sum + len(plan)
+                context_max = plan.decode_context_max + 1
+                gpu = self._price_leap(plan, context_sum, context_max, steps)
+                steps = yield from self._leap(steps, gpu, gpu + host_s, host_s, context_sum, plan)
+                leap(scheduler, steps)
+
+    def _serve_async(self) -> Generator[Event, object, None]:
+        scheduler, clock = self.scheduler, self.clock
+        current: StepPlan | None = None
+        gpu_s = host_s = 0.0
+        while True:
+            if self._fast_forward and current is not None and (steps := self._steps_to_leap(current, gpu_s)):
+                gpu = self._price_leap(current, current.decode_context_sum, current.decode_context_max, steps)
+                context_sum = current.decode_context_sum
+                steps = yield from self._leap(
+                    steps, gpu, np.maximum(gpu, host_s), host_s, context_sum, current
+                )
+                leap(scheduler, steps, current)
+                gpu_s = self._price(current)[0]
+            ahead = scheduler.plan(self.now_s)
+            if ahead is not None:
+                self._admit(ahead)
+            has_rows = ahead is not None and len(ahead) > 0
+            if has_rows:
+                assert ahead is not None
+                next_gpu_s, next_host_s = self._price(ahead)
+            if current is None:
+                if ahead is not None:
+                    self._leave(ahead)
+                if has_rows:
+                    self.now_s += next_host_s
+                    yield clock.at(self.now_s, self._priority)
+                    current, gpu_s, host_s = ahead, next_gpu_s, next_host_s
+                elif ahead is None:
+                    yield from self._sleep()
+                continue
+            start_s = self.now_s
+            self.now_s = start_s + (max(gpu_s, next_host_s) if has_rows else gpu_s)
+            yield clock.at(self.now_s, self._priority)
+            clock.boundary = (self.now_s, self._priority)
+            self._commit(current, start_s, gpu_s, host_s)
+            if ahead is not None:
+                self._leave(ahead)
+            current = ahead if has_rows else None
+            if has_rows:
+                gpu_s, host_s = next_gpu_s, next_host_s
+
+    def _price(self, plan: StepPlan) -> tuple[float, float]:
+        decodes = plan.num_decodes + plan.num_padding
+        context_sum = plan.decode_context_sum + plan.num_padding * plan.decode_context_max
+        gpu_s = self.pricer.step_s(
+            plan.num_tokens + plan.num_padding,
+            plan.num_sampled + plan.num_padding,
+            [(chunk.num_tokens, chunk.context) for chunk in plan.chunks],
+            decodes,
+            context_sum,
+            plan.decode_context_max,
+        )
+        return gpu_s, self.pricer.host_s(len(plan.slots) + plan.num_padding, plan.num_tokens)
+
+    def _price_leap(self, plan: StepPlan, context_sum: int, context_max: int, steps: int) -> Floats:
+        padding = plan.num_padding
+        return self.pricer.decode_run_s(
+            len(plan) + padding, context_sum + padding * context_max, context_max, steps
+        )
+
+    def _steps_to_leap(self, plan: StepPlan, step_s: float) -> int:
+        """Steps to leap over: about as many as fit before the next event, 0 where too few to be worth it."""
+        scheduler = self.scheduler
+        if plan.chunks or len(plan) != scheduler.num_running or not step_s > 0:
+            return 0
+        if plan.num_padding != scheduler.policy.padding(scheduler):
+            return 0
+        expected = (self.clock.peek() - self.now_s) / step_s
+        if expected < 3:
+            return 0
+        steps = steady_steps(self.scheduler, plan if self.scheduler.config.async_scheduling else None)
+        if steps < 3:
+            return 0
+        return min(steps, MAX_LEAP, int(expected) + 2) if expected < MAX_LEAP else min(steps, MAX_LEAP)
+
+    def _leap(
+        self, steps: int, gpu: Floats, step_s: Floats, host_s: float, context_sum: int, plan: StepPlan
+    ) -> Generator[Event, object, int]:
+        """Sleep through up to `steps` steps and log them; returns how many were run before somebody arrived."""
+        ends_s = np.cumsum(np.concatenate(((self.now_s,), step_s)))
+        num_waiting = self.scheduler.num_waiting
+        self._leap_ends_s, self._cut_at = ends_s[1:], None
+        self._leap_timer = self.clock.at(float(ends_s[-1]), self._priority)
+        yield self._leap_timer
+        if self._cut_at is not None:
+            steps = self._cut_at + 1
+        self._leap_ends_s = self._leap_timer = None
+        self.now_s = float(ends_s[steps])
+        self.clock.boundary = (self.now_s, self._priority)
+        rows = len(plan)
+        # Pages as single steps would have logged them: each sequence holds what its tokens so far need.
+        seqs, size = self.scheduler.seqs, self.scheduler.config.page_tokens
+        slots = seqs.order_array()
+        slack = seqs.capacity[slots] - seqs.computed[slots]
+        taken_at = [np.arange(first, steps, size) for first in slack.tolist() if first < steps]
+        grown = np.zeros(steps + 1, np.int64)
+        if taken_at:
+            np.add.at(grown, np.concatenate(taken_at), 1)
+        used = self.scheduler.used_pages + np.cumsum(grown)[:steps]
+        block = np.zeros((steps, 15))
+        block[:, 0] = ends_s[:steps]
+        block[:, 1] = ends_s[1 : steps + 1]
+        block[:, 2] = gpu[:steps]
+        block[:, 3] = host_s
+        block[:, 4] = rows
+        block[:, 7] = rows
+        block[:, 8] = context_sum + rows * np.arange(steps)
+        block[:, 11] = rows
+        block[:, 12] = num_waiting
+        block[:, 13] = used
+        if self.scheduler.config.async_scheduling:
+            # The first step is the one in flight, planned before the leap; the last plan is in flight after it.
+            block[1:, 13] = used[:-1]
+            block[0, 11:14] = plan.num_running, plan.num_waiting, plan.used_pages
+            plan.num_running, plan.num_waiting = rows, num_waiting
+        self.steps.add_block(block)
+        return steps
+
+    # ---- bookkeeping ---------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _row(request: Request) -> int:
+        assert isinstance(request.id, int)
+        return request.id
+
+    def _admit(self, plan: StepPlan) -> None:
+        log = self._requests
+        for request, cached_tokens, resumed in plan.admitted:
+            if not resumed:
+                row = self._row(request)
+                log.scheduled_s[row] = self.now_s
+                log.cached_tokens[row] = cached_tokens
+
+    def _leave(self, plan: StepPlan) -> None:
+        """Requests that planning took out of the running set: their token stream stops here for now."""
+        for request in plan.preempted:
+            self._requests.preemptions[self._row(request)] += 1
+            self._close(request, request.num_tokens)
+        for request in plan.truncated:
+            self._end(request)
+
+    def _close(self, request: Request, num_tokens: int) -> None:
+        """Write down the tokens of `request` since its last range, which lie in consecutive steps."""
+        row = self._row(request)
+        produced = num_tokens - request.prompt_tokens
+        count = produced - self._requests.output_tokens[row]
+        if count > 0:
+            self._requests.ranges.append((row, self.index, self._starts[row], count))
+            self._requests.output_tokens[row] = produced
+
+    def _end(self, request: Request) -> None:
+        self._close(request, request.num_tokens)
+        row = self._row(request)
+        self._starts.pop(row, None)
+        log = self._requests
+        log.engine_done_s[row] = self.now_s
+        log.status[row] = int(Status.FINISHED)
+        log.reason[row] = request.reason
+        self._finished(request, self.now_s)
+
+    def _commit(self, plan: StepPlan, start_s: float, gpu_s: float, host_s: float) -> None:
+        """Log the step that ended now, give out its tokens and let go of who finished."""
+        scheduler = self.scheduler
+        step = len(self.steps)
+        tokens = area = context = 0
+        for request, count, before, last in plan.chunks:
+            tokens += count
+            area += count * before + count * (count + 1) // 2
+            context += before + count
+            if last:
+                row = self._row(request)
+                self._starts[row] = step
+                if self._requests.prefill_done_s[row] != self._requests.prefill_done_s[row]:
+                    self._requests.prefill_done_s[row] = self.now_s
+        for slot in plan.starved:
+            if (starved := scheduler.seqs.requests[slot]) is not None:
+                self._close(starved, int(scheduler.seqs.known[slot]))
+                self._starts[self._row(starved)] = step + 1
+        self.steps.add(
+            (
+                start_s,
+                self.now_s,
+                gpu_s,
+                host_s,
+                plan.num_tokens,
+                tokens,
+                len(plan.chunks),
+                plan.num_decodes,
+                plan.decode_context_sum,
+                float(area),
+                context,
+                plan.num_running,
+                plan.num_waiting,
+                plan.used_pages,
+                len(plan.preempted),
+            )
+        )
+        for ended in scheduler.commit(plan):
+            self._end(ended)
+
+    def settle(self) -> None:
+        """Write down what unfinished requests have produced so far, when a run ends before they do."""
+        seqs = self.scheduler.seqs
+        for request in list(self.scheduler.running()):
+            produced = int(seqs.known[request.slot]) - request.prompt_tokens
+            if produced > 0:
+                self._close(request, request.prompt_tokens + produced)

@@ -1,0 +1,297 @@
+"""A workload against a deployment, in simulated time: clients and network, router, replicas; out comes a `RunRecord`."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from simpy.events import Event
+
+from serving.config import SchedulerConfig
+from serving.policies import BatchPolicy
+from serving.request import Request
+from serving.scheduler import Scheduler
+from sim.clock import Clock
+from sim.log import RequestLog, request_table, step_table
+from sim.record import Floats, RunRecord, Status
+from sim.replica import Pricer, Replica
+from sim.router import make_router
+from sim.workload.types import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """Work between the client's socket and the scheduler's queue, and back.
+
+    `overhead_s` is spent once per request (HTTP, gateway), tokenising per prompt token, detokenising per output token
+    (it delays each token, it does not slow the engine: it runs beside it).
+    """
+
+    overhead_s: float = 0.0
+    tokenize_s_per_token: float = 0.0
+    detokenize_s_per_token: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is, for a progress bar."""
+
+    sim_s: float
+    done: int
+    total: int
+    wall_s: float
+
+
+_PROGRESS_EVERY_S = 0.1
+
+
+def run_world(
+    workload: Workload,
+    config: SchedulerConfig,
+    pricer: Pricer,
+    *,
+    make_policy: Callable[[], BatchPolicy] | None = None,
+    num_replicas: int = 1,
+    router: str = "round_robin",
+    frontend: Frontend | None = None,
+    fast_forward: bool = True,
+    until_s: float = math.inf,
+    progress: Callable[[Progress], None] | None = None,
+) -> RunRecord:
+    """Simulate `workload` until every request has ended, or until `until_s`.
+
+    Each replica has a scheduler and a policy of its own. KeyboardInterrupt ends the run early: the record then holds
+    what happened so far and is marked `interrupted`.
+    """
+    world = _World(
+        workload, config, pricer, make_policy, num_replicas, router, frontend or Frontend(), fast_forward
+    )
+    collecting = gc.isenabled()
+    gc.disable()  # nothing here is cyclic garbage; collections would only walk the growing logs
+    try:
+        interrupted = world.run(until_s, progress)
+    finally:
+        if collecting:
+            gc.enable()
+    return world.record(interrupted)
+
+
+class _World:
+    def __init__(
+        self,
+        workload: Workload,
+        config: SchedulerConfig,
+        pricer: Pricer,
+        make_policy: Callable[[], BatchPolicy] | None,
+        num_replicas: int,
+        router: str,
+        frontend: Frontend,
+        fast_forward: bool,
+    ) -> None:
+        self.workload = workload
+        self.config = config
+        self.clock = Clock()
+        self.log = RequestLog(len(workload))
+        self.frontend = frontend
+        self.replicas = [
+            Replica(
+                self.clock,
+                index,
+                Scheduler(config, make_policy() if make_policy is not None else None),
+                pricer,
+                self.log,
+                self._finished,
+                fast_forward=fast_forward,
+            )
+            for index in range(num_replicas)
+        ]
+        self.router = make_router(router, self.replicas)
+        self.done = 0
+        rtt_s = np.array([tenant.rtt_s for tenant in workload.tenants], np.float64)
+        self.rtt_s: Floats = rtt_s[workload.tenant]
+        self.tokenize_s = workload.prompt_tokens.astype(np.float64) * frontend.tokenize_s_per_token
+        self.way_in_s: Floats = self.rtt_s / 2 + frontend.overhead_s
+        self._delay_s: list[float] = (self.way_in_s + self.tokenize_s).tolist()
+        self._way_out_s: list[float] = (self.rtt_s / 2 + frontend.detokenize_s_per_token).tolist()
+        self._prompt: list[int] = workload.prompt_tokens.tolist()
+        self._output: list[int] = workload.output_tokens.tolist()
+        self._tenant: list[int] = workload.tenant.tolist()
+        self._priority: list[int] = workload.priority.tolist()
+        self._deadline_s = [
+            tenant.goodput_ttft_s if tenant.goodput_ttft_s is not None else math.inf
+            for tenant in workload.tenants
+        ]
+        self._has_keys = np.diff(workload.segment_offsets) > 0
+        # Turns that wait for an answer, by the request they wait for.
+        self._next_turns: dict[int, list[int]] = {}
+        for row in np.flatnonzero(workload.after >= 0).tolist():
+            self._next_turns.setdefault(int(workload.after[row]), []).append(row)
+        closed = workload.closed_loop
+        self._seats = closed.max_concurrency if closed is not None else math.inf
+        self._ready: deque[int] = deque()
+        self._all_done: Event = self.clock.event()
+        if len(workload):
+            self.clock.process(self._send_on_time())
+        else:
+            self._all_done.succeed()
+
+    # ---- clients -------------------------------------------------------------------------------------------
+
+    def _send_on_time(self) -> Generator[Event, object, None]:
+        """Requests that wait for nobody are ready at their own time."""
+        sent_s = self.workload.sent_s.tolist()
+        waits = self.workload.after.tolist()
+        clock = self.clock
+        for row, time_s in enumerate(sent_s):
+            if waits[row] < 0:
+                if time_s > clock.now:
+                    yield clock.at(time_s, priority=1)
+                self._ready_to_send(row)
+
+    def _ready_to_send(self, row: int) -> None:
+        """The client wants to send; in a closed loop it may first have to wait for one of its requests to end."""
+        if self._seats > 0:
+            self._seats -= 1
+            self._send(row)
+        else:
+            self._ready.append(row)
+
+    def _send(self, row: int) -> None:
+        now_s = self.clock.now
+        self.log.sent_s[row] = now_s
+        delay_s = self._delay_s[row]
+        if delay_s:
+            self.clock.call_at(now_s + delay_s, lambda: self._queue(row))
+        else:
+            self._queue(row)
+
+    def _queue(self, row: int) -> None:
+        """The request joins the server's queue."""
+        now_s = self.clock.now
+        self.log.queued_s[row] = now_s
+        keys: Sequence[int] = ()
+        if self._has_keys[row] and self.config.enable_prefix_caching:
+            keys = self.workload.page_keys(row, self.config.page_tokens)
+        tenant = self._tenant[row]
+        request = Request(
+            row,
+            self._prompt[row],
+            self._output[row],
+            now_s,
+            self._priority[row],
+            self.log.sent_s[row] + self._deadline_s[tenant],
+            None,
+            keys,
+            tenant,
+        )
+        if not self.router.submit(request):
+            self._ended(row, now_s + self._way_out_s[row])
+
+    def _finished(self, request: Request, now_s: float) -> None:
+        assert isinstance(request.id, int)
+        self.router.finished()
+        self._ended(request.id, now_s + self._way_out_s[request.id])
+
+    def _ended(self, row: int, client_s: float) -> None:
+        """The client has its answer (or its refusal) at `client_s`."""
+        self.done += 1
+        if self.done == len(self.workload):
+            self._all_done.succeed()
+        if self._seats < math.inf or self._next_turns:
+            self.clock.call_at(max(client_s, self.clock.now), lambda: self._client_done(row))
+
+    def _client_done(self, row: int) -> None:
+        self._seats += 1
+        if self._ready:
+            self._ready_to_send(self._ready.popleft())
+        for turn in self._next_turns.pop(row, ()):
+            ready_s = max(
+                self.clock.now + float(self.workload.think_s[turn]), float(self.workload.sent_s[turn])
+            )
+            self.clock.call_at(ready_s, lambda turn=turn: self._ready_to_send(turn))  # type: ignore[misc]
+
+    # ---- running -------------------------------------------------------------------------------------------
+
+    def run(self, until_s: float, progress: Callable[[Progress], None] | None) -> bool:
+        """Advance simulated time; True when the user interrupted it."""
+        try:
+            if progress is None and until_s == math.inf:
+                self._run_to_the_end()
+            else:
+                self._run_with_progress(until_s, progress)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def _run_to_the_end(self) -> None:
+        step, done = self.clock.step, self._all_done
+        queue_empty = math.inf
+        while not done.processed and self.clock.peek() != queue_empty:
+            step()
+
+    def _run_with_progress(self, until_s: float, progress: Callable[[Progress], None] | None) -> None:
+        started_s = told_s = time.perf_counter()
+        step, done, peek = self.clock.step, self._all_done, self.clock.peek
+        count = 0
+        while not done.processed and peek() <= until_s and peek() != math.inf:
+            step()
+            count += 1
+            if progress is not None and not count & 255:
+                now_s = time.perf_counter()
+                if now_s - told_s >= _PROGRESS_EVERY_S:
+                    told_s = now_s
+                    progress(Progress(self.clock.now, self.done, len(self.workload), now_s - started_s))
+        if progress is not None:
+            wall_s = time.perf_counter() - started_s
+            progress(Progress(self.clock.now, self.done, len(self.workload), wall_s))
+
+    # ---- the record ----------------------------------------------------------------------------------------
+
+    def record(self, interrupted: bool) -> RunRecord:
+        """Everything that happened, as tables."""
+        log, workload = self.log, self.workload
+        for replica in self.replicas:
+            replica.settle()
+        steps = step_table([replica.steps for replica in self.replicas])
+        logs = [replica.steps for replica in self.replicas]
+        last_token_s = np.full(len(workload), np.nan)
+        base = np.cumsum([0, *(len(steps_of) for steps_of in logs[:-1])])
+        for row, replica_index, first, count in log.ranges:
+            last_token_s[row] = steps.end_s[base[replica_index] + first + count - 1]
+        requests, rows = request_table(
+            log,
+            prompt_tokens=workload.prompt_tokens,
+            max_output_tokens=workload.output_tokens,
+            tenant=workload.tenant,
+            rtt_s=self.rtt_s,
+            way_in_s=self.way_in_s,
+            tokenize_s=self.tokenize_s,
+            detokenize_s=self.frontend.detokenize_s_per_token,
+            last_token_s=last_token_s,
+        )
+        warnings = list(workload.warnings)
+        unsent = len(workload) - len(rows)
+        unfinished = int(np.count_nonzero(requests.status == Status.UNFINISHED))
+        if unfinished or unsent:
+            warnings.append(
+                f"{unfinished + unsent} of {len(workload)} requests had not ended when the run did"
+            )
+        return RunRecord(
+            requests=requests,
+            steps=steps,
+            tokens=log.token_ranges(rows, logs),
+            tenants=workload.tenants,
+            num_pages=self.config.num_pages,
+            page_tokens=self.config.page_tokens,
+            num_replicas=len(self.replicas),
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            end_s=float(steps.end_s.max()) if len(steps) else float(self.clock.now),
+            interrupted=interrupted,
+            warnings=tuple(warnings),
+        )
