@@ -21,6 +21,10 @@ same_file = settings(
 )
 
 
+def one_line(error: UsageError) -> None:
+    assert "\n" not in str(error)
+
+
 def azure(tmp_path: Path, text: str | bytes) -> Path:
     path = tmp_path / "trace.csv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -70,7 +74,7 @@ def test_fuzzed_bytes_raise_nothing_but_usage_errors(tmp_path: Path, junk: bytes
         try:
             rows = read(azure(tmp_path, prefix + junk))
         except UsageError as error:
-            assert "\n" not in str(error)
+            one_line(error)
         else:
             assert rows.prompt_tokens.min() >= 1
             assert rows.output_tokens.min() >= 1
@@ -215,7 +219,8 @@ def test_burstgpt_round_trip(tmp_path: Path, rows: list[tuple[float, int, int]])
 
 
 def test_burstgpt_keeps_one_model_and_says_so(tmp_path: Path) -> None:
-    text = "Timestamp,Model,Request tokens,Response tokens\n5,ChatGPT,1,1\n6.5,GPT-4,2,0\n7.25,GPT-4,3,1\n9,GPT-4,4,1"
+    text = "Timestamp,Model,Request tokens,Response tokens\n"
+    text += "5,ChatGPT,1,1\n6.5,GPT-4,2,0\n7.25,GPT-4,3,1\n9,GPT-4,4,1"
     read = read_burstgpt(azure(tmp_path, text), "GPT-4")
     assert read.prompt_tokens.tolist() == [3, 4]
     assert read.time_s is not None

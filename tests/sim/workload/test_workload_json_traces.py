@@ -23,6 +23,10 @@ same_file = settings(
 )
 
 
+def one_line(error: UsageError) -> None:
+    assert "\n" not in str(error)
+
+
 def put(tmp_path: Path, content: Any, name: str = "trace.jsonl") -> Path:
     path = tmp_path / name
     if isinstance(content, list):
@@ -37,7 +41,7 @@ def line(ms: float, prompt: Any, output: Any, ids: Any) -> dict[str, Any]:
 
 @st.composite
 def traces(draw: st.DrawFn) -> tuple[int, list[dict[str, Any]]]:
-    """Prompts as paths through a small tree of blocks, so that prefixes are often shared; ids are of content."""
+    """Prompts as paths through a small tree of blocks, so that prefixes are often shared."""
     block = draw(st.integers(1, 40))
     rows = []
     for _ in range(draw(st.integers(1, 12))):
@@ -50,7 +54,7 @@ def traces(draw: st.DrawFn) -> tuple[int, list[dict[str, Any]]]:
 
 
 def prompt_of(row: dict[str, Any], block: int) -> list[tuple[int, int]]:
-    """Each token as (what vLLM draws its block's content from, offset): a partial block has content of its own."""
+    """Each token as (what its block is drawn from, offset); as in vLLM a partial block has its own content."""
     sizes = [min(block, row["input_length"] - i * block) for i in range(len(row["hash_ids"]))]
     return [(hash((i, size)), k) for i, size in zip(row["hash_ids"], sizes, strict=True) for k in range(size)]
 
@@ -104,10 +108,9 @@ def read_any(tmp_path: Path, content: bytes) -> list[Callable[[], Any]]:
     ]
 
 
-KEYS = st.sampled_from(
-    "timestamp input_length output_length hash_ids conversations value from prompt prompt_tokens output_tokens "
-    "arrival_s prefix_group prefix_tokens".split()
-)
+TRACE_KEYS = ["timestamp", "input_length", "output_length", "hash_ids"]
+CUSTOM_KEYS = ["prompt", "prompt_tokens", "output_tokens", "arrival_s", "prefix_group", "prefix_tokens"]
+KEYS = st.sampled_from([*TRACE_KEYS, *CUSTOM_KEYS, "conversations", "value", "from"])
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda children: st.lists(children, max_size=3) | st.dictionaries(KEYS, children, max_size=5),
@@ -128,7 +131,7 @@ def test_fuzzed_bytes_and_fuzzed_json_raise_nothing_but_usage_errors(tmp_path: P
         try:
             rows = read()
         except UsageError as error:
-            assert "\n" not in str(error)
+            one_line(error)
         else:
             assert rows.prompt_tokens.min() >= 1
             assert rows.output_tokens.min() >= 1
