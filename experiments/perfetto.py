@@ -1,0 +1,174 @@
+"""A run as a Chrome trace (JSON, gzip): open it at ui.perfetto.dev and see steps, requests and counters on one
+time line.
+
+Each replica is a process: a track of steps, counters of running and waiting requests and of KV pages, and one
+nested slice per request with its queue, prefill and decode.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.results import writable
+from sim.record import RunRecord, Status
+
+MAX_EVENTS = 400_000
+CLIENT_PID = 0
+"""Process of requests that never reached a replica."""
+Event = dict[str, Any]
+
+
+def write_trace(record: RunRecord, path: str | Path, *, max_events: int = MAX_EVENTS) -> Path:
+    """Write the trace and return its path; the same run gives the same bytes.
+
+    A run with more than `max_events` events is cut in time, and `otherData.cut_at_s` says where. Raises UsageError
+    when the file cannot be written.
+    """
+    target = Path(path)
+    text = json.dumps(trace(record, max_events=max_events), separators=(",", ":"), allow_nan=False)
+    with writable(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            target.open("wb") as file,
+            gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as out,
+        ):
+            out.write(text.encode())
+    return target
+
+
+def trace(record: RunRecord, *, max_events: int = MAX_EVENTS) -> dict[str, Any]:
+    """The trace as an object in Chrome's trace event format; times in microseconds."""
+    until_s = _cut_s(record, max_events)
+    events = [
+        *_names(record),
+        *_steps(record, until_s),
+        *_counters(record, until_s),
+        *_requests(record, until_s),
+    ]
+    other: dict[str, Any] = {
+        key: record.meta[key] for key in ("model_id", "gpu", "seed", "version") if key in record.meta
+    }
+    if math.isfinite(until_s):
+        other["cut_at_s"] = until_s
+    return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
+
+
+def _cut_s(record: RunRecord, max_events: int) -> float:
+    """The time at which the trace would hold more than `max_events` events; infinite when it never does.
+
+    A step makes at most three events, counters included, and a request eight.
+    """
+    at_s = np.concatenate([record.steps.start_s, record.requests.sent_s])
+    weight = np.concatenate([np.full(len(record.steps), 3), np.full(len(record.requests), 8)])
+    order = np.argsort(at_s, kind="stable")
+    over = np.flatnonzero(np.cumsum(weight[order]) > max_events)
+    return float(at_s[order[over[0]]]) if len(over) else math.inf
+
+
+def _names(record: RunRecord) -> Iterator[Event]:
+    names = {CLIENT_PID: "clients"} | {i + 1: f"replica {i}" for i in range(record.num_replicas)}
+    for pid, name in names.items():
+        yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
+        if pid != CLIENT_PID:
+            yield {"ph": "M", "pid": pid, "tid": 1, "name": "thread_name", "args": {"name": "steps"}}
+
+
+def _steps(record: RunRecord, until_s: float) -> Iterator[Event]:
+    columns = {name: column.tolist() for name, column in record.steps.columns().items()}
+    shown = ("num_tokens", "num_prefill_tokens", "num_prefills", "num_decodes", "decode_context_sum")
+    state = ("num_running", "num_waiting", "used_pages", "preemptions")
+    for i, start_s in enumerate(columns["start_s"]):
+        if start_s >= until_s:
+            continue
+        args = {name: columns[name][i] for name in shown + state}
+        args["gpu_ms"] = round(columns["gpu_s"][i] * 1e3, 6)
+        args["host_ms"] = round(columns["host_s"][i] * 1e3, 6)
+        yield {
+            "ph": "X",
+            "pid": columns["replica"][i] + 1,
+            "tid": 1,
+            "name": _step_name(args["num_prefill_tokens"], args["num_decodes"]),
+            "ts": _us(start_s),
+            "dur": _us(columns["end_s"][i] - start_s),
+            "args": args,
+        }
+
+
+def _step_name(prefill_tokens: int, decodes: int) -> str:
+    parts = [f"prefill {prefill_tokens}"] * (prefill_tokens > 0) + [f"decode {decodes}"] * (decodes > 0)
+    return " + ".join(parts) or "step"
+
+
+def _counters(record: RunRecord, until_s: float) -> Iterator[Event]:
+    """Counters at the start of each step, where they changed; the last step of a replica returns them to 0."""
+    s = record.steps
+    for replica in np.unique(s.replica).tolist():
+        mine = np.flatnonzero((s.replica == replica) & (s.start_s < until_s))
+        if not len(mine):
+            continue
+        at_s = [*s.start_s[mine].tolist(), float(s.end_s[mine[-1]])]
+        for name, columns in (
+            ("requests", {"running": s.num_running, "waiting": s.num_waiting}),
+            ("KV pages", {"used": s.used_pages}),
+        ):
+            rows = list(zip(*(c[mine].tolist() for c in columns.values()), strict=True))
+            before: tuple[int, ...] | None = None
+            for time_s, row in zip(at_s, [*rows, (0,) * len(columns)], strict=True):
+                if row != before:
+                    args = dict(zip(columns, row, strict=True))
+                    yield {
+                        "ph": "C",
+                        "pid": replica + 1,
+                        "tid": 0,
+                        "name": name,
+                        "ts": _us(time_s),
+                        "args": args,
+                    }
+                before = row
+
+
+def _requests(record: RunRecord, until_s: float) -> Iterator[Event]:
+    columns = {name: column.tolist() for name, column in record.requests.columns().items()}
+    shown = ("prompt_tokens", "output_tokens", "max_output_tokens", "cached_tokens", "preemptions", "reason")
+    for i, sent_s in enumerate(columns["sent_s"]):
+        if sent_s >= until_s:
+            continue
+        number = columns["request_id"][i]
+        args = {name: columns[name][i] for name in shown}
+        args["tenant"] = record.tenants[columns["tenant"][i]].name
+        args["status"] = Status(columns["status"][i]).name.lower()
+        common = {"cat": "request", "id": number, "pid": max(columns["replica"][i] + 1, CLIENT_PID), "tid": 0}
+        if columns["status"][i] == Status.REJECTED:
+            yield {
+                "ph": "i",
+                "s": "p",
+                "name": f"rejected {number}",
+                "ts": _us(sent_s),
+                "args": args,
+            } | common
+            continue
+        moments = [sent_s] + [
+            columns[k][i] for k in ("queued_s", "scheduled_s", "prefill_done_s", "engine_done_s")
+        ]
+        known = [t for t in moments if not math.isnan(t)]
+        last_s = columns["last_token_s"][i]
+        end_s = max(record.end_s if math.isnan(last_s) else last_s, known[-1])
+        yield {"ph": "b", "name": f"request {number}", "ts": _us(sent_s), "args": args} | common
+        for name, start_s, stop_s in zip(
+            ("queue", "prefill", "decode"), known[1:4], [*known[2:5], end_s], strict=False
+        ):
+            yield {"ph": "b", "name": name, "ts": _us(start_s)} | common
+            yield {"ph": "e", "name": name, "ts": _us(stop_s)} | common
+        yield {"ph": "e", "name": f"request {number}", "ts": _us(end_s)} | common
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
