@@ -1,0 +1,303 @@
+"""Fit one kernel's formula and residual table to samples, and measure how well it does on shapes left out.
+
+Coefficients are positive and fitted as logarithms, to the logarithm of the time, with a robust loss and a
+weak pull to the defaults (so that a coefficient the data say nothing about stays where it was).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from calibration.tables import Samples
+from costmodel.kernels import FORMULAS, Hardware
+from costmodel.profile import FitErrors, KernelFit, KernelKind, ResidualTable
+from costmodel.residual import Residuals, kriging_weights
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.intp]
+
+_NOT_FITTED: dict[str, tuple[str, ...]] = {"prefill": ("context_splits",)}
+"""Coefficients that no table determines."""
+
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "smoothing": (0.05, 12.0),
+    "throttle": (1e-4, 0.3),
+    "hbm_efficiency": (0.1, 1.1),
+    "occupancy_half": (1e-3, 3.0),
+    "lone_block": (0.3, 3.0),
+}
+
+_KRIGING: dict[str, tuple[tuple[float, ...], float]] = {
+    "gemm": ((5.0, 10.0), 0.05),
+    "prefill": ((3.0, 5.0), 0.03),
+    "decode": ((4.0, 2.0), 0.02),
+    "decode_mixed": ((4.0, 2.0), 0.02),
+    "all_reduce": ((2.0,), 0.02),
+    "moe": ((2.0, 2.0), 0.05),
+    "elementwise": ((2.0,), 0.05),
+    "sampler": ((2.0,), 0.05),
+}
+"""Length scales (natural log of each shape axis) and nugget, chosen once on H200 tables by leave-shape-out
+error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to fit. `folds` = 0 skips the held-out evaluation."""
+
+    folds: int = 4
+    seed: int = 0
+    prior_weight: float = 0.02
+    loss_scale: float = 0.08
+    max_evaluations: int = 60
+
+
+DEFAULT_OPTIONS = Options()
+
+
+def fit_coefficients(
+    kind: KernelKind,
+    samples: Samples,
+    hw: Hardware,
+    options: Options = DEFAULT_OPTIONS,
+    start: dict[str, float] | None = None,
+) -> dict[str, float]:
+    """Coefficients of `kind`'s formula for `samples`."""
+    from scipy.optimize import least_squares  # slow to import, only needed here
+
+    formula, defaults, _, _ = FORMULAS[kind]
+    names = [c for c in defaults if c not in _NOT_FITTED.get(kind, ())]
+    fixed = {c: v for c, v in defaults.items() if c not in names}
+    prior = np.log([defaults[c] for c in names])
+    begin = np.log([(start or defaults)[c] for c in names])
+    low = np.array(
+        [np.log(_BOUNDS[c][0]) if c in _BOUNDS else p - 6.0 for c, p in zip(names, prior, strict=True)]
+    )
+    high = np.array(
+        [np.log(_BOUNDS[c][1]) if c in _BOUNDS else p + 6.0 for c, p in zip(names, prior, strict=True)]
+    )
+    axes = [*samples.shape.T, *samples.grid.T]
+    target = np.log(samples.seconds)
+    pull = options.prior_weight * np.sqrt(len(samples) / 1000.0)
+
+    def misfit(theta: Floats) -> Floats:
+        coefficients = dict(zip(names, np.exp(theta).tolist(), strict=True)) | fixed
+        error = np.clip(np.log(formula(coefficients, hw, *axes)) - target, -3.0, 3.0)
+        return np.concatenate([error, pull * (theta - prior)])
+
+    found = least_squares(
+        misfit,
+        np.clip(begin, low + 1e-6, high - 1e-6),
+        bounds=(low, high),
+        loss="soft_l1",
+        f_scale=options.loss_scale,
+        diff_step=[1e-3],
+        max_nfev=options.max_evaluations,
+    )
+    return dict(zip(names, np.exp(found.x).tolist(), strict=True)) | fixed
+
+
+def formula_seconds(
+    kind: KernelKind, coefficients: dict[str, float], hw: Hardware, samples: Samples
+) -> Floats:
+    """The bare formula at every sample."""
+    return FORMULAS[kind][0](coefficients, hw, *samples.shape.T, *samples.grid.T)
+
+
+def residual_table(kind: KernelKind, samples: Samples, log_ratio: Floats) -> ResidualTable:
+    """Residuals of `samples` on the product of their grid values; holes are filled from neighbours."""
+    shapes, row = np.unique(samples.shape, axis=0, return_inverse=True)
+    axes, columns = [], []
+    for d in range(samples.grid.shape[1]):
+        values, index = np.unique(samples.grid[:, d], return_inverse=True)
+        axes.append(values)
+        columns.append(index.ravel())
+    table = np.full((len(shapes), *(len(a) for a in axes)), np.nan)
+    table[(row.ravel(), *columns)] = log_ratio
+    scales, nugget = _KRIGING[kind]
+    table = _fill(table, np.log(shapes), axes, np.array(scales), nugget)
+    return ResidualTable(
+        shapes=shapes.tolist(),
+        grid=[a.tolist() for a in axes],
+        log_ratio_e4=np.rint(table.reshape(len(shapes), -1) * 1e4).astype(int).tolist(),
+        length_scales=list(scales),
+        nugget=nugget,
+    )
+
+
+def _fill(table: Floats, shapes: Floats, axes: list[Floats], scales: Floats, nugget: float) -> Floats:
+    """Fill holes: between measured points of a series, then from other shapes, then from the nearest
+    point."""
+    last = np.log1p(axes[-1])
+    flat = table.reshape(-1, len(last))
+    for series in flat:
+        known = ~np.isnan(series)
+        if known.any() and not known.all():
+            inside = (last >= last[known][0]) & (last <= last[known][-1]) & ~known
+            series[inside] = np.interp(last[inside], last[known], series[known])
+    columns = table.reshape(len(shapes), -1)
+    if len(shapes) > 1:
+        missing = np.isnan(columns)
+        patterns, which = np.unique(missing, axis=1, return_inverse=True)
+        for p in range(patterns.shape[1]):
+            hole = patterns[:, p]
+            if not hole.any() or hole.all():
+                continue
+            weights = kriging_weights(shapes[~hole], shapes[hole], scales, nugget)
+            here = np.flatnonzero(which.ravel() == p)
+            columns[np.ix_(hole, here)] = weights @ columns[np.ix_(~hole, here)]
+    points = np.stack(np.meshgrid(*(np.log1p(a) for a in axes), indexing="ij"), -1).reshape(-1, len(axes))
+    for line in columns:
+        hole = np.isnan(line)
+        if hole.any():
+            known = np.flatnonzero(~hole)
+            gap = ((points[hole][:, None, :] - points[known][None, :, :]) ** 2).sum(-1)
+            line[hole] = line[known[np.argmin(gap, axis=1)]] if len(known) else 0.0
+    return columns.reshape(table.shape)
+
+
+def corrected_seconds(base: Floats, table: ResidualTable, samples: Samples) -> Floats:
+    """`base` (the formula) with the residuals of `table` applied at every sample."""
+    residuals = Residuals(table)
+    result = base.copy()
+    shapes, row = np.unique(samples.shape, axis=0, return_inverse=True)
+    for i, shape in enumerate(shapes):
+        here = row.ravel() == i
+        points = [samples.grid[here, d] for d in range(samples.grid.shape[1])]
+        result[here] = base[here] * np.exp(residuals.at(shape.tolist(), points))
+    return result
+
+
+def shape_groups(samples: Samples) -> Ints:
+    """One group per measured shape: (n, k) of a GEMM, (heads, KV heads) of attention."""
+    return np.unique(samples.shape, axis=0, return_inverse=True)[1].ravel()
+
+
+def grid_groups(samples: Samples) -> Ints:
+    """One group per grid point: the message size of a collective."""
+    return np.unique(samples.grid, axis=0, return_inverse=True)[1].ravel()
+
+
+def held_out_seconds(
+    kind: KernelKind,
+    samples: Samples,
+    hw: Hardware,
+    groups: Callable[[Samples], Ints] = shape_groups,
+    options: Options = DEFAULT_OPTIONS,
+    start: dict[str, float] | None = None,
+) -> Floats:
+    """Predictions for every sample by fits (formula and residuals) that saw no sample of its group's fold."""
+    group = groups(samples)
+    count = int(group.max()) + 1
+    folds = min(options.folds, count)
+    order = np.random.default_rng(options.seed).permutation(count)
+    fold = np.empty(count, np.intp)
+    fold[order] = np.arange(count) % folds
+    predicted = np.full(len(samples), np.nan)
+    for f in range(folds):
+        out = fold[group] == f
+        if out.all():
+            continue
+        inside, outside = samples.subset(~out), samples.subset(out)
+        coefficients = fit_coefficients(kind, inside, hw, options, start)
+        base = formula_seconds(kind, coefficients, hw, inside)
+        table = residual_table(kind, inside, np.log(inside.seconds / base))
+        predicted[out] = corrected_seconds(formula_seconds(kind, coefficients, hw, outside), table, outside)
+    return predicted
+
+
+def leave_nk_out(samples: Samples, hw: Hardware, options: Options = DEFAULT_OPTIONS) -> tuple[float, float]:
+    """(mean absolute, mean signed) relative error of a GEMM fit on (n, k) pairs it never saw, a quarter at
+    a time."""
+    return _errors(held_out_seconds("gemm", samples, hw, shape_groups, options), samples)
+
+
+def leave_shape_out(
+    kind: KernelKind, samples: Samples, hw: Hardware, options: Options = DEFAULT_OPTIONS
+) -> tuple[float, float]:
+    """(mean absolute, mean signed) relative error of an attention fit on (heads, KV heads) pairs it never
+    saw."""
+    return _errors(held_out_seconds(kind, samples, hw, shape_groups, options), samples)
+
+
+def leave_size_out(
+    kind: KernelKind, samples: Samples, hw: Hardware, options: Options = DEFAULT_OPTIONS
+) -> tuple[float, float]:
+    """(mean absolute, mean signed) relative error on grid points (message sizes) it never saw, at known
+    shapes."""
+    return _errors(held_out_seconds(kind, samples, hw, grid_groups, options), samples)
+
+
+def _errors(predicted: Floats, samples: Samples) -> tuple[float, float]:
+    relative = predicted / samples.seconds - 1.0
+    relative = relative[np.isfinite(relative)]
+    return float(np.mean(np.abs(relative))), float(np.mean(relative))
+
+
+def measurement_noise(samples: Samples) -> float:
+    """Log standard deviation of one timing, from its distance to the mean of its neighbours along the last
+    axis."""
+    keys = np.concatenate([samples.shape, samples.grid[:, :-1]], axis=1)
+    series = np.unique(keys, axis=0, return_inverse=True)[1].ravel()
+    order = np.lexsort((samples.grid[:, -1], series))
+    log_t, s, x = np.log(samples.seconds[order]), series[order], np.log1p(samples.grid[order, -1])
+    same = (s[2:] == s[:-2]) & (x[2:] - x[:-2] < 1.0)
+    if not same.any():
+        return 0.03
+    share = (x[1:-1] - x[:-2]) / np.maximum(x[2:] - x[:-2], 1e-9)
+    bend = log_t[1:-1] - (log_t[:-2] * (1 - share) + log_t[2:] * share)
+    spread = 1.4826 * float(np.median(np.abs(bend[same] - np.median(bend[same]))))
+    return round(max(0.003, spread / float(np.sqrt(1.5))), 4)
+
+
+def fit_kernel(
+    kind: KernelKind,
+    samples: Samples,
+    hw: Hardware,
+    *,
+    options: Options = DEFAULT_OPTIONS,
+    groups: Callable[[Samples], Ints] = shape_groups,
+    fixed: dict[str, float] | None = None,
+) -> KernelFit:
+    """Formula, residual table, errors and hull of one kernel."""
+    coefficients = fit_coefficients(kind, samples, hw, options)
+    if fixed:
+        coefficients |= fixed
+    base = formula_seconds(kind, coefficients, hw, samples)
+    table = residual_table(kind, samples, np.log(samples.seconds / base))
+    train, _ = _errors(base, samples)
+    measured, _ = _errors(corrected_seconds(base, table, samples), samples)
+    held: tuple[float | None, float | None] = (None, None)
+    if options.folds and groups(samples).max() > 0:
+        held = _errors(held_out_seconds(kind, samples, hw, groups, options, coefficients), samples)
+    _, _, shape_axes, grid_axes = FORMULAS[kind]
+    both = np.concatenate([samples.shape, samples.grid], axis=1)
+    hull = {
+        a: (float(c.min()), float(c.max())) for a, c in zip((*shape_axes, *grid_axes), both.T, strict=True)
+    }
+    return KernelFit(
+        kind=kind,
+        coefficients={c: float(f"{v:.6g}") for c, v in coefficients.items()},
+        shape_axes=list(shape_axes),
+        grid_axes=list(grid_axes),
+        residual=table,
+        errors=FitErrors(
+            train=_round(train),
+            measured=_round(measured),
+            held_out=_round(held[0]),
+            held_out_bias=_round(held[1]),
+        ),
+        hull=hull,
+        num_points=len(samples),
+        cleaning=dict(samples.dropped),
+        noise_log_std=measurement_noise(samples),
+        source=samples.source,
+    )
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)

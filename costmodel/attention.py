@@ -1,0 +1,193 @@
+"""Attention of a step as tables: prefill by chunk length, decode as piecewise-linear curves over the mean
+context.
+
+All numbers are for all layers of the model together, on one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodel.formats import hardware
+from costmodel.layers import monotone
+from costmodel.model import ModelShape
+from costmodel.predict import Kernel
+from costmodel.profile import DeviceProfile, KernelFit
+
+Floats = npt.NDArray[np.float64]
+
+_BLOCK = 32
+"""Batch sizes whose decode curves are computed together."""
+
+_FAR_CONTEXT = 8192.0
+"""Context at which the slope of a chunk's time in earlier context is taken."""
+
+_CROWD = 64.0
+"""Chunks side by side at which a chunk's share of a busy device is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCurve:
+    """Decode attention of one batch size: `values[i] + (x - knots[i]) * slopes[i]` for mean context x in knot
+    i.
+
+    `longest_s + longest_slope * longest context` is when the longest sequence alone would be done: the whole
+    kernel takes at least that.
+    """
+
+    values: list[float]
+    slopes: list[float]
+    values_array: Floats
+    slopes_array: Floats
+    longest_slope: float
+
+
+class Attention:
+    """Prefill and decode attention of one model on one rank."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        profile: DeviceProfile,
+        tp: int,
+        kv_name: str,
+        kv_bytes: float,
+        max_context: int,
+    ) -> None:
+        self._layers = float(model.num_layers)
+        self._shape = (float(model.heads_per_rank(tp)), float(model.kv_heads_per_rank(tp)))
+        self._hw = hardware(profile.facts, kv_bytes=kv_bytes, head_dim=model.head_dim)
+        self.notes: list[str] = []
+        self._prefill = Kernel("prefill", self._fit(profile, "prefill", kv_name), self._hw)
+        self._decode = Kernel("decode", self._fit(profile, "decode", kv_name), self._hw)
+        mixed = profile.decode_mixed.get(kv_name) or profile.decode_mixed.get("bfloat16")
+        self._mixed = Kernel("decode_mixed", mixed, self._hw) if mixed else None
+        if model.head_dim != 128:
+            self.notes.append(
+                f"attention: head_dim {model.head_dim} was not measured (128 was), scaled by bytes and FLOPs"
+            )
+        octaves = int(np.ceil(4 * np.log2(max(max_context, 131072)))) + 1
+        self.knots_array = np.unique(np.rint(2.0 ** (np.arange(octaves + 1) / 4.0)))
+        self.knots: list[float] = self.knots_array.tolist()
+        self._curves: dict[int, DecodeCurve] = {}
+        self._mixed_curves: dict[int, DecodeCurve] = {}
+        self.launch_s = self._prefill.launch_s * self._layers
+        self.decode_launch_s = self._decode.launch_s * self._layers
+
+    def _fit(self, profile: DeviceProfile, group: str, kv_name: str) -> KernelFit | None:
+        fits: dict[str, KernelFit] = getattr(profile, group)
+        fit = fits.get(kv_name)
+        if fit is None and "bfloat16" in fits:
+            self.notes.append(
+                f"{group}/{kv_name}: not measured on {profile.name}; bfloat16 efficiencies at its own bytes"
+            )
+            return fits["bfloat16"].model_copy(update={"residual": None})
+        if fit is None or not fit.fitted:
+            how = "datasheet roofline" if fit is None else fit.source
+            self.notes.append(f"{group}/{kv_name}: not measured on {profile.name} ({how})")
+        return fit
+
+    # -- prefill ---------------------------------------------------------------------------------------------
+
+    def prefill_tables(self, max_tokens: int) -> tuple[Floats, Floats, Floats, Floats]:
+        """Four tables over chunk length 0..max_tokens, in seconds and seconds per earlier context token.
+
+        `alone + alone_slope * context` is a chunk by itself; `share + share_slope * context` is what it adds
+        to a kernel that is full of other work.
+        """
+        steps = np.unique(
+            np.concatenate([[1.0], np.arange(16.0, 64.0, 16.0), np.arange(64.0, max_tokens + 64.0, 64.0)])
+        )
+        lone = self._prefill_at(1.0, steps, 0.0)
+        lone_far = self._prefill_at(1.0, steps, _FAR_CONTEXT)
+        crowd = self._prefill_at(_CROWD, steps, 0.0)
+        crowd_far = self._prefill_at(_CROWD, steps, _FAR_CONTEXT)
+        alone = monotone(lone)
+        alone_slope = monotone(np.maximum(lone_far - lone, 0.0) / _FAR_CONTEXT)
+        share = monotone(np.minimum(np.maximum(crowd - self.launch_s, 0.0) / _CROWD, alone))
+        share_slope = np.minimum(
+            monotone(np.maximum(crowd_far - crowd, 0.0) / (_CROWD * _FAR_CONTEXT)), alone_slope
+        )
+        every = np.arange(max_tokens + 1, dtype=np.float64)
+        tables = [np.interp(every, steps, t) for t in (alone, alone_slope, share, share_slope)]
+        return tables[0], tables[1], tables[2], tables[3]
+
+    def _prefill_at(self, batch: float, tokens: Floats, context: float) -> Floats:
+        seconds = self._prefill.seconds(self._shape, batch, tokens, context)
+        pairs = batch * (tokens * context + tokens * (tokens + 1.0) / 2.0)
+        floor = 4.0 * self._shape[0] * self._hw.head_dim * pairs / self._hw.peak_flops
+        return np.maximum(seconds, floor) * self._layers
+
+    # -- decode ----------------------------------------------------------------------------------------------
+
+    def decode_curve(self, batch: int) -> DecodeCurve:
+        """The curve of a batch of decodes alone in a step."""
+        curve = self._curves.get(batch)
+        if curve is None:
+            self._fill(self._curves, self._decode, batch, self.decode_launch_s)
+            curve = self._curves[batch]
+        return curve
+
+    def mixed_curve(self, batch: int) -> DecodeCurve:
+        """What a batch of decodes adds to a step that also prefills."""
+        curve = self._mixed_curves.get(batch)
+        if curve is None:
+            if self._mixed is None:
+                self._fill(
+                    self._mixed_curves, self._decode, batch, self.decode_launch_s, less=self.decode_launch_s
+                )
+            else:
+                self._fill(self._mixed_curves, self._mixed, batch, 0.0)
+            curve = self._mixed_curves[batch]
+        return curve
+
+    def _fill(
+        self, curves: dict[int, DecodeCurve], kernel: Kernel, batch: int, launch_s: float, less: float = 0.0
+    ) -> None:
+        first = (batch - 1) // _BLOCK * _BLOCK + 1
+        batches = np.arange(first, first + _BLOCK, dtype=np.float64)
+        seconds = kernel.seconds(self._shape, batches[:, None], self.knots_array[None, :])
+        kv_bytes = 2.0 * self._shape[1] * self._hw.head_dim * self._hw.kv_bytes
+        floor = batches[:, None] * self.knots_array[None, :] * kv_bytes / self._hw.hbm_bytes_per_s
+        table = monotone(np.maximum(seconds, floor), axis=1) * self._layers
+        table = np.maximum(monotone(table, axis=0), floor * self._layers)
+        table = np.maximum(table - less, 0.0)
+        slopes = np.diff(table, axis=1) / np.diff(self.knots_array)
+        lone = self._longest_slopes(kernel, batches)
+        for i in range(_BLOCK):
+            # At equal contexts the longest sequence never decides: the measurement already includes it.
+            cap = float(np.min((table[i] - (launch_s - less)) / self.knots_array))
+            curves[first + i] = DecodeCurve(
+                table[i].tolist(), slopes[i].tolist(), table[i], slopes[i], max(0.0, min(float(lone[i]), cap))
+            )
+
+    def _longest_slopes(self, kernel: Kernel, batches: Floats) -> Floats:
+        """Seconds per context token of one sequence's thread blocks, when they are alone on the device.
+
+        A lone block walks a token in the fitted `token_s`; the kernel splits a sequence over as many blocks
+        as its batch leaves idle multiprocessors (FlashDecoding), but not inside a mixed kernel.
+        """
+        coefficients = kernel.coefficients
+        walk = coefficients["token_s"] * self._layers
+        if kernel.kind == "decode_mixed":
+            return np.full(batches.shape, walk)
+        splits = np.clip(np.floor(self._hw.num_sms / (batches * self._shape[1])), 1.0, 128.0)
+        return np.asarray(walk / splits)
+
+    def unmeasured(self, most_batch: int, most_context: int, most_tokens: int) -> list[str]:
+        """What lies outside the measured hull, in words."""
+        found = list(self.notes)
+        heads, kv_heads = self._shape
+        if self._decode.fit is not None and self._decode.fit.fitted:
+            found += self._decode.outside_hull(
+                heads=(heads, heads),
+                kv_heads=(kv_heads, kv_heads),
+                batch=(1, most_batch),
+                context=(16, most_context),
+            )
+        if self._prefill.fit is not None and self._prefill.fit.fitted:
+            found += self._prefill.outside_hull(tokens=(16, most_tokens))
+        return found

@@ -1,0 +1,294 @@
+"""The formulas: seconds of one kernel from its shape, the device's facts and a handful of positive
+coefficients.
+
+Each is `launch floor + smooth maximum of compute and memory`, with what makes real kernels differ from a
+roofline: tile and wave quantisation and split-K for GEMMs, causal tiles and the longest thread block for
+prefill attention, split-KV and occupancy for decode attention, latency plus bandwidth for collectives. All
+are vectorised: axes are arrays that broadcast. Fitting (in `calibration/`) and pricing call the same
+functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Coefficients = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a formula needs of the device and the number formats."""
+
+    num_sms: int
+    peak_flops: float
+    hbm_bytes_per_s: float
+    l2_bytes: float
+    link_bytes_per_s: float
+    weight_bytes: float = 2.0
+    activation_bytes: float = 2.0
+    kv_bytes: float = 2.0
+    head_dim: int = 128
+
+
+def smooth_max(a: Floats, b: Floats, power: float) -> Floats:
+    """(a^p + b^p)^(1/p), computed without overflow; p = 1 is a sum, large p a maximum."""
+    high = np.maximum(np.maximum(a, b), 1e-30)
+    return np.asarray(high * ((a / high) ** power + (b / high) ** power) ** (1.0 / power))
+
+
+# -- GEMM ----------------------------------------------------------------------------------------------------
+
+_TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))
+_SPLITS = (1, 2, 4, 8, 16)
+
+GEMM_DEFAULTS: dict[str, float] = {
+    "launch_s": 2.4e-6,
+    "eff_64x64": 0.60,
+    "eff_64x128": 0.80,
+    "eff_128x128": 0.70,
+    "eff_128x256": 0.75,
+    "eff_256x128": 0.75,
+    "prologue_s": 4e-7,
+    "split_s": 2.5e-6,
+    "hbm_efficiency": 0.82,
+    "occupancy_half": 0.05,
+    "smoothing": 2.0,
+    "throttle": 0.03,
+}
+
+
+def gemm_s(c: Coefficients, hw: Hardware, n: Floats, k: Floats, m: Floats) -> Floats:
+    """(m, k) x (k, n): the best of five tiles and five split-K factors, in whole waves of thread blocks.
+
+    `throttle` lengthens large products by its value per e-fold of work: clocks fall under sustained power.
+    """
+    best: Floats | None = None
+    moved = n * k * hw.weight_bytes + m * k * hw.activation_bytes + m * n * 2.0
+    rate_per_sm = hw.peak_flops / hw.num_sms
+    for tile_m, tile_n in _TILES:
+        blocks = np.ceil(m / tile_m) * np.ceil(n / tile_n)
+        rate = rate_per_sm * c[f"eff_{tile_m}x{tile_n}"]
+        for split in _SPLITS:
+            depth = np.maximum(k / split, 64.0)
+            occupancy = blocks * np.minimum(split, np.ceil(k / 64.0)) / hw.num_sms
+            compute = np.ceil(occupancy) * (2.0 * tile_m * tile_n * depth / rate + c["prologue_s"])
+            if split > 1:
+                compute = compute + c["split_s"]
+            share = np.minimum(
+                occupancy / (occupancy + c["occupancy_half"]) * (1.0 + c["occupancy_half"]), 1.0
+            )
+            memory = moved / (hw.hbm_bytes_per_s * c["hbm_efficiency"] * share)
+            t = smooth_max(compute, memory, 1.0 + c["smoothing"])
+            best = t if best is None else np.minimum(best, t)
+    assert best is not None
+    work = 2.0 * m * n * k / (hw.peak_flops * 1e-4)
+    return np.asarray(c["launch_s"] + best * (1.0 + c["throttle"] * np.log1p(work)))
+
+
+# -- attention -----------------------------------------------------------------------------------------------
+
+PREFILL_DEFAULTS: dict[str, float] = {
+    "launch_s": 8e-6,
+    "efficiency": 0.65,
+    "lone_block": 1.0,
+    "prologue_s": 5e-7,
+    "hbm_efficiency": 0.7,
+    "smoothing": 3.0,
+    "per_seq_s": 1e-8,
+    "context_splits": 1.0,
+}
+_TILE = 128
+
+
+def prefill_s(
+    c: Coefficients,
+    hw: Hardware,
+    heads: Floats,
+    kv_heads: Floats,
+    batch: Floats,
+    tokens: Floats,
+    context: Floats,
+) -> Floats:
+    """Causal attention of `batch` chunks of `tokens` queries each over `context` earlier tokens plus
+    themselves.
+
+    Work is counted in 128 x 128 tiles; the kernel ends no sooner than its longest thread block, which walks
+    the whole context unless the kernel splits it (`context_splits` > 1: FlashAttention 3).
+    """
+    q_tiles = np.ceil(tokens / _TILE)
+    seen = context / _TILE
+    tile_time = 4.0 * hw.head_dim * _TILE * _TILE / (hw.peak_flops / hw.num_sms * c["efficiency"])
+    blocks = batch * heads * q_tiles
+    total = (
+        batch * heads * (q_tiles * seen + q_tiles * (q_tiles + 1.0) / 2.0) * tile_time
+        + blocks * c["prologue_s"]
+    )
+    splits = np.clip(hw.num_sms / blocks, 1.0, max(1.0, c["context_splits"]))
+    longest = (q_tiles + seen / splits) * tile_time * c["lone_block"] + c["prologue_s"]
+    power = 1.0 + c["smoothing"]
+    compute = smooth_max(total / hw.num_sms, longest, power)
+    moved = batch * hw.head_dim * (tokens * heads * 4.0 + (tokens + context) * kv_heads * 2.0 * hw.kv_bytes)
+    memory = moved / (hw.hbm_bytes_per_s * c["hbm_efficiency"])
+    return np.asarray(c["launch_s"] + smooth_max(compute, memory, power) + batch * c["per_seq_s"])
+
+
+DECODE_DEFAULTS: dict[str, float] = {
+    "launch_s": 9e-6,
+    "hbm_efficiency": 0.85,
+    "occupancy_half": 0.25,
+    "token_s": 1.5e-8,
+    "row_cost": 0.01,
+    "split_s": 2.2e-6,
+    "reduce_efficiency": 5.0,
+    "smoothing": 4.0,
+    "per_seq_s": 3e-8,
+}
+_KV_SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def decode_s(
+    c: Coefficients, hw: Hardware, heads: Floats, kv_heads: Floats, batch: Floats, context: Floats
+) -> Floats:
+    """One query token of each of `batch` sequences of equal `context`, the current token included.
+
+    One thread block per sequence, KV head and split; the number of splits is the best for the shape.
+    """
+    best: Floats | None = None
+    rows = np.ceil(heads / kv_heads / 16.0)
+    moved = batch * kv_heads * context * (2.0 * hw.head_dim * hw.kv_bytes)
+    power = 1.0 + c["smoothing"]
+    for split in _KV_SPLITS:
+        occupancy = batch * kv_heads * np.minimum(split, np.ceil(context / 128.0)) / hw.num_sms
+        share = np.minimum(occupancy / (occupancy + c["occupancy_half"]) * (1.0 + c["occupancy_half"]), 1.0)
+        memory = moved / (hw.hbm_bytes_per_s * c["hbm_efficiency"] * share)
+        walk = (
+            np.ceil(occupancy)
+            * np.ceil(context / split / 64.0)
+            * 64.0
+            * c["token_s"]
+            * (1.0 + c["row_cost"] * rows)
+        )
+        t = smooth_max(memory, walk, power)
+        if split > 1:
+            partial = split * batch * heads * hw.head_dim * 8.0
+            t = t + c["split_s"] + partial / (hw.hbm_bytes_per_s * c["reduce_efficiency"])
+        best = t if best is None else np.minimum(best, t)
+    assert best is not None
+    return np.asarray(c["launch_s"] + best + batch * c["per_seq_s"])
+
+
+MIXED_DEFAULTS: dict[str, float] = {
+    "launch_s": 2e-6,
+    "hbm_efficiency": 0.5,
+    "token_s": 3e-8,
+    "occupancy_half": 0.25,
+    "smoothing": 4.0,
+    "per_seq_s": 3e-7,
+}
+
+
+def decode_mixed_s(
+    c: Coefficients, hw: Hardware, heads: Floats, kv_heads: Floats, batch: Floats, context: Floats
+) -> Floats:
+    """What `batch` decode rows add to a kernel that also prefills: no KV split, one block per query head."""
+    occupancy = batch * heads / hw.num_sms
+    share = np.minimum(occupancy / (occupancy + c["occupancy_half"]) * (1.0 + c["occupancy_half"]), 1.0)
+    moved = batch * kv_heads * context * (2.0 * hw.head_dim * hw.kv_bytes)
+    memory = moved / (hw.hbm_bytes_per_s * c["hbm_efficiency"] * share)
+    walk = np.maximum(occupancy, 1.0) * np.ceil(context / 64.0) * 64.0 * c["token_s"]
+    return np.asarray(c["launch_s"] + smooth_max(memory, walk, 1.0 + c["smoothing"]) + batch * c["per_seq_s"])
+
+
+# -- the rest of a layer -------------------------------------------------------------------------------------
+
+ALL_REDUCE_DEFAULTS: dict[str, float] = {
+    "latency_s": 4.5e-6,
+    "per_hop_s": 3e-7,
+    "two_shot_s": 4e-6,
+    "bandwidth": 0.75,
+    "one_shot_bandwidth": 0.6,
+    "smoothing": 2.0,
+}
+
+
+def all_reduce_s(c: Coefficients, hw: Hardware, num_gpus: Floats, num_bytes: Floats) -> Floats:
+    """Sum of `num_bytes` over `num_gpus`: everybody reads everything (one shot), or scatter and gather
+    (two shots)."""
+    peers = num_gpus - 1.0
+    one = num_bytes * peers / (hw.link_bytes_per_s * c["one_shot_bandwidth"])
+    two = c["two_shot_s"] + 2.0 * num_bytes * peers / num_gpus / (hw.link_bytes_per_s * c["bandwidth"])
+    base = c["latency_s"] + c["per_hop_s"] * peers
+    return np.asarray(base + 1.0 / smooth_max(1.0 / one, 1.0 / two, 1.0 + c["smoothing"]))
+
+
+MOE_DEFAULTS: dict[str, float] = {
+    "launch_s": 2.5e-5,
+    "efficiency": 0.45,
+    "hbm_efficiency": 0.85,
+    "smoothing": 2.0,
+    "row_s": 2e-9,
+}
+
+
+def moe_s(
+    c: Coefficients, hw: Hardware, hidden: Floats, width: Floats, rows: Floats, experts: Floats
+) -> Floats:
+    """Routed experts: `rows` (tokens x experts each) spread over `experts` distinct experts of `width`."""
+    weights = experts * 3.0 * hidden * width
+    tiles = experts * np.ceil(rows / experts / 16.0) * 16.0
+    memory = (weights * hw.weight_bytes + rows * (hidden * 2.0 + width * 3.0) * 2.0) / (
+        hw.hbm_bytes_per_s * c["hbm_efficiency"]
+    )
+    compute = 6.0 * tiles * hidden * width / (hw.peak_flops * c["efficiency"])
+    return np.asarray(c["launch_s"] + smooth_max(memory, compute, 1.0 + c["smoothing"]) + rows * c["row_s"])
+
+
+ELEMENTWISE_DEFAULTS: dict[str, float] = {
+    "launch_s": 2.2e-6,
+    "hbm_efficiency": 0.8,
+    "l2_gain": 2.0,
+    "l2_share": 0.5,
+}
+
+
+def elementwise_s(c: Coefficients, hw: Hardware, bytes_per_token: Floats, tokens: Floats) -> Floats:
+    """Norms, rotary embedding, activation: bytes over bandwidth, faster while they fit the L2 cache."""
+    moved = bytes_per_token * tokens
+    fit = 1.0 / (1.0 + (moved / (hw.l2_bytes * c["l2_share"])) ** 2)
+    return np.asarray(
+        c["launch_s"] + moved / (hw.hbm_bytes_per_s * c["hbm_efficiency"] * (1.0 + c["l2_gain"] * fit))
+    )
+
+
+SAMPLER_DEFAULTS: dict[str, float] = {
+    "launch_s": 2.5e-5,
+    "hbm_efficiency": 0.55,
+    "l2_gain": 4.0,
+    "l2_share": 0.5,
+}
+
+
+def sampler_s(c: Coefficients, hw: Hardware, vocab: Floats, rows: Floats) -> Floats:
+    """Greedy or random choice among `vocab` logits (float32) for `rows` sequences."""
+    return elementwise_s(c, hw, vocab * 4.0, rows)
+
+
+Formula = Callable[..., Floats]
+
+FORMULAS: dict[str, tuple[Formula, dict[str, float], tuple[str, ...], tuple[str, ...]]] = {
+    "gemm": (gemm_s, GEMM_DEFAULTS, ("n", "k"), ("m",)),
+    "prefill": (prefill_s, PREFILL_DEFAULTS, ("heads", "kv_heads"), ("batch", "tokens", "context")),
+    "decode": (decode_s, DECODE_DEFAULTS, ("heads", "kv_heads"), ("batch", "context")),
+    "decode_mixed": (decode_mixed_s, MIXED_DEFAULTS, ("heads", "kv_heads"), ("batch", "context")),
+    "all_reduce": (all_reduce_s, ALL_REDUCE_DEFAULTS, ("num_gpus",), ("bytes",)),
+    "moe": (moe_s, MOE_DEFAULTS, ("hidden", "width"), ("rows", "experts")),
+    "elementwise": (elementwise_s, ELEMENTWISE_DEFAULTS, ("bytes_per_token",), ("tokens",)),
+    "sampler": (sampler_s, SAMPLER_DEFAULTS, ("vocab",), ("rows",)),
+}
+"""Per kind: formula, coefficients of an unfitted device, shape axes, grid axes. The default efficiencies
+are the rounded middle of the shipped fits."""

@@ -1,0 +1,179 @@
+"""Everything in a step that depends on its number of tokens alone: linear layers, norms, collectives, LM
+head, sampler.
+
+Vectorised over token counts; `costmodel.pricer` tabulates it once per deployment.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodel.formats import GemmFormat, hardware
+from costmodel.kernels import Hardware
+from costmodel.model import Gemm, ModelShape
+from costmodel.predict import Kernel
+from costmodel.profile import DeviceProfile, KernelFit
+
+Floats = npt.NDArray[np.float64]
+
+
+def elementwise_bytes(model: ModelShape, tp: int) -> dict[str, float]:
+    """Bytes of memory traffic per token of each elementwise operation of one layer of one rank, 16-bit
+    activations."""
+    heads = (model.heads_per_rank(tp) + model.kv_heads_per_rank(tp)) * model.head_dim
+    found = {
+        # Residual add and RMS norm: read both inputs, write the sum and the normalised row. Twice a layer.
+        "layernorm": model.hidden_size * 2.0 * 4.0,
+        "rotary_emb": heads * 2.0 * 2.0,
+        # SiLU(gate) * up: read both, write one.
+        "act_fn": model.intermediate_size / tp * 2.0 * 3.0,
+    }
+    if model.qk_norm:
+        found["qk_norm"] = heads * 2.0 * 2.0
+    return found
+
+
+def embedding_bytes(model: ModelShape) -> float:
+    """Bytes per token of the embedding look-up: read a row, write it."""
+    return model.hidden_size * 2.0 * 2.0
+
+
+def final_norm_bytes(model: ModelShape) -> float:
+    """Bytes per token of the last norm."""
+    return model.hidden_size * 2.0 * 4.0
+
+
+def monotone(values: Floats, axis: int = -1) -> Floats:
+    """The middle of the non-decreasing envelopes of `values` from above and from below.
+
+    Real kernels get faster here and there as work grows (a better tile), and timings are noisy; a price that
+    falls with more work would reward padding. The middle keeps the level unbiased.
+    """
+    above = np.maximum.accumulate(values, axis=axis)
+    below = np.flip(np.minimum.accumulate(np.flip(values, axis), axis=axis), axis)
+    return np.asarray((above + below) * 0.5)
+
+
+class LinearLayers:
+    """Seconds of all layers' token-wise work on one rank of a tensor-parallel group."""
+
+    def __init__(self, model: ModelShape, profile: DeviceProfile, tp: int, fmt: GemmFormat) -> None:
+        self._model, self._tp = model, tp
+        self.notes: list[str] = []
+        self._hw = hardware(profile.facts, fmt)
+        self._hw16 = hardware(profile.facts)
+        self._gemm = Kernel("gemm", self._gemm_fit(profile, fmt), self._hw)
+        self._gemm16 = (
+            self._gemm if fmt.name == "bfloat16" else Kernel("gemm", profile.gemm.get("bfloat16"), self._hw16)
+        )
+        self._elementwise = Kernel("elementwise", profile.elementwise, self._hw16)
+        self._sampler = Kernel("sampler", profile.sampler, self._hw16)
+        self._all_reduce = Kernel("all_reduce", profile.all_reduce, self._hw16)
+        self._moe = Kernel("moe", profile.moe.get("bfloat16"), self._hw)
+        self._launch_s = profile.host.launch_s
+        for kernel in (
+            self._gemm,
+            *((self._all_reduce,) if tp > 1 else ()),
+            *((self._moe,) if model.num_experts else ()),
+        ):
+            if kernel.fit is None or not kernel.fit.fitted:
+                self.notes.append(_unfitted(kernel, profile.name, fmt))
+
+    def _gemm_fit(self, profile: DeviceProfile, fmt: GemmFormat) -> KernelFit | None:
+        fit = profile.gemm.get(fmt.name)
+        if fit is None and "bfloat16" in profile.gemm:
+            # The same kernels' efficiencies at this format's bytes and peak, without the other's residuals.
+            self.notes.append(
+                f"gemm/{fmt.name}: not measured on {profile.name}; bfloat16 efficiencies at its own peak"
+            )
+            return profile.gemm["bfloat16"].model_copy(update={"residual": None})
+        return fit
+
+    def _product(self, gemm: Gemm, tokens: Floats, kernel: Kernel, hw: Hardware) -> Floats:
+        """One GEMM, never faster than its arithmetic at peak nor its weights at HBM bandwidth."""
+        seconds = kernel.seconds((gemm.n, gemm.k), tokens)
+        floor = np.maximum(
+            2.0 * gemm.n * gemm.k * tokens / hw.peak_flops,
+            gemm.weights * hw.weight_bytes / hw.hbm_bytes_per_s,
+        )
+        return np.maximum(seconds, floor)
+
+    def num_kernels(self) -> int:
+        """Kernel launches of a step without CUDA graphs, roughly: those priced here and two of attention,
+        per layer."""
+        per_layer = len(elementwise_bytes(self._model, self._tp)) + 1 + 4 + 2 + (2 if self._tp > 1 else 0)
+        return self._model.num_layers * per_layer
+
+    def seconds(self, tokens: Floats) -> Floats:
+        """All layers, the embedding and the last norm for `tokens` tokens in a step, launched from a CUDA
+        graph."""
+        model, tp = self._model, self._tp
+        layer = sum(
+            (self._product(g, tokens, self._gemm, self._hw) for g in model.attention_gemms(tp)), np.zeros(())
+        )
+        widths = elementwise_bytes(model, tp)
+        if model.num_experts:
+            layer = layer + self._product(model.router_gemm(), tokens, self._gemm16, self._hw16)
+            layer = layer + self._experts(tokens)
+            del widths["act_fn"]
+        else:
+            for gemm in model.mlp_gemms(tp):
+                layer = layer + self._product(gemm, tokens, self._gemm, self._hw)
+        for name, width in widths.items():
+            layer = layer + self._elementwise.seconds((width,), tokens) * (
+                2.0 if name == "layernorm" else 1.0
+            )
+        ends = self._elementwise.seconds((embedding_bytes(model),), tokens)
+        ends = ends + self._elementwise.seconds((final_norm_bytes(model),), tokens)
+        if tp > 1:
+            reduce_s = self._all_reduce.seconds((tp,), tokens * model.hidden_size * 2.0)
+            layer, ends = layer + 2.0 * reduce_s, ends + reduce_s
+        return np.asarray(layer * model.num_layers + ends)
+
+    def eager_seconds(self, tokens: Floats) -> Floats:
+        """The same outside CUDA graphs: at least what the host needs to launch the kernels."""
+        return np.maximum(self.seconds(tokens), self.num_kernels() * self._launch_s)
+
+    def _experts(self, tokens: Floats) -> Floats:
+        """Routed experts; with random routing a token set touches E(1 - (1 - k/E)^T) distinct ones."""
+        model = self._model
+        total, chosen = float(model.num_experts), float(model.experts_per_token)
+        touched = total * (1.0 - (1.0 - chosen / total) ** tokens)
+        width = model.intermediate_size / self._tp
+        rows = tokens * chosen
+        seconds = self._moe.seconds((model.hidden_size, width), rows, touched)
+        weights = touched * 3.0 * model.hidden_size * width
+        flops = 6.0 * rows * model.hidden_size * width
+        floor = np.maximum(
+            flops / self._hw.peak_flops, weights * self._hw.weight_bytes / self._hw.hbm_bytes_per_s
+        )
+        return np.maximum(seconds, floor)
+
+    def head_seconds(self, rows: Floats) -> Floats:
+        """LM head (16 bit), gathering of logits and sampling for `rows` sequences."""
+        model, tp = self._model, self._tp
+        seconds = self._product(model.lm_head_gemm(tp), rows, self._gemm16, self._hw16)
+        if tp > 1:
+            # A gather moves each rank's share once: half of what an all-reduce of the same bytes moves.
+            seconds = seconds + self._all_reduce.seconds((tp,), rows * model.vocab_size)
+        return seconds + self._sampler.seconds((model.vocab_size,), rows)
+
+    def unmeasured(self, most_tokens: int, most_rows: int) -> list[str]:
+        """What lies outside the measured hull, in words."""
+        model, tp = self._model, self._tp
+        mlp = () if model.num_experts else model.mlp_gemms(tp)
+        found = list(self.notes)
+        for gemm in (*model.attention_gemms(tp), *mlp, model.lm_head_gemm(tp)):
+            kernel = self._gemm16 if gemm.name == "lm_head" else self._gemm
+            if kernel.fit is None or not kernel.fit.fitted or kernel.measured((gemm.n, gemm.k)):
+                continue
+            outside = kernel.outside_hull(n=(gemm.n, gemm.n), k=(gemm.k, gemm.k), m=(1, most_tokens))
+            found += [f"{gemm.name} ({line})" for line in outside]
+        return found
+
+
+def _unfitted(kernel: Kernel, device: str, fmt: GemmFormat) -> str:
+    what = f"gemm/{fmt.name}" if kernel.kind == "gemm" else kernel.kind
+    how = "datasheet roofline" if kernel.fit is None else kernel.fit.source
+    return f"{what}: not measured on {device} ({how})"

@@ -1,0 +1,280 @@
+"""What one engine step costs: the answers the twin asks for millions of times, from tables made once.
+
+`step_s` prices one step, `decode_run_s` a run of decode steps; both do the same operations on the same floats
+in the same order, so a step priced alone and inside a run gives the identical number.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodel.attention import Attention, DecodeCurve
+from costmodel.formats import gemm_format, kv_format
+from costmodel.layers import LinearLayers, monotone
+from costmodel.model import ModelShape
+from costmodel.profile import DeviceProfile
+from serving.errors import UsageError
+
+Floats = npt.NDArray[np.float64]
+
+MAX_GRAPH_TOKENS = 512
+"""Largest batch vLLM captures a CUDA graph for by default."""
+
+
+def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
+    """Token counts with a captured CUDA graph: 1, 2, 4, then by 8 to 256, by 16 to 512; at most twice the
+    sequences.
+
+    Source: vLLM's default `cudagraph_capture_sizes`.
+    """
+    most = min(2 * max_num_seqs, MAX_GRAPH_TOKENS, max_num_batched_tokens)
+    return [s for s in (1, 2, 4, *range(8, 256, 8), *range(256, MAX_GRAPH_TOKENS + 1, 16)) if s <= most]
+
+
+class StepPricer:
+    """Prices of steps of `model` on `tensor_parallel_size` devices of `profile`.
+
+    Raises `UsageError` for an unknown dtype, quantisation or KV format, or a model that does not divide among
+    ranks.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        profile: DeviceProfile,
+        *,
+        tensor_parallel_size: int = 1,
+        dtype: str = "bfloat16",
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+        max_num_batched_tokens: int = 8192,
+        max_num_seqs: int = 1024,
+        cuda_graphs: bool = True,
+    ) -> None:
+        if max_num_batched_tokens < 1 or max_num_seqs < 1:
+            raise UsageError("--max-num-batched-tokens and --max-num-seqs must be at least 1")
+        model.check_tensor_parallel(tensor_parallel_size)
+        self.model = model
+        self.profile = profile
+        self.tensor_parallel_size = tensor_parallel_size
+        self._format = gemm_format(dtype, quantization)
+        kv_name, self._kv_bytes = kv_format(kv_cache_dtype)
+        self._linear_layers = LinearLayers(model, profile, tensor_parallel_size, self._format)
+        self._attention = Attention(
+            model, profile, tensor_parallel_size, kv_name, self._kv_bytes, model.max_position_embeddings
+        )
+        self._max_tokens, self._max_seqs = max_num_batched_tokens, max_num_seqs
+        self._graphs = graph_sizes(max_num_seqs, max_num_batched_tokens) if cuda_graphs else []
+        self._window = float(model.sliding_window) if model.sliding_window else float("inf")
+        self._knots, self._knots_array = self._attention.knots, self._attention.knots_array
+        self._last_knot = len(self._knots) - 2
+        self._decode_launch_s = self._attention.decode_launch_s
+        self._prefill_launch_s = self._attention.launch_s
+        self._host = profile.host
+        self._linear: list[float] = []
+        self._head: list[float] = []
+        self._alone: list[float] = []
+        self._alone_slope: list[float] = []
+        self._share: list[float] = []
+        self._share_slope: list[float] = []
+
+    # -- the hot path ----------------------------------------------------------------------------------------
+
+    def step_s(
+        self,
+        num_tokens: int,
+        num_sampled: int,
+        prefills: Sequence[tuple[int, int]],
+        num_decodes: int,
+        decode_context_sum: int,
+        decode_context_max: int,
+    ) -> float:
+        """Device seconds of one step.
+
+        `num_tokens` counts all tokens, `num_sampled` rows through the LM head; `prefills` holds (chunk
+        tokens, context tokens before the chunk); contexts of the `num_decodes` decoding sequences include the
+        current token.
+        """
+        if num_tokens >= len(self._linear):
+            self._grow_linear(num_tokens)
+        if num_sampled >= len(self._head):
+            self._grow_head(num_sampled)
+        total = self._linear[num_tokens] + self._head[num_sampled]
+        if not prefills:
+            if num_decodes:
+                total = total + self._decode_s(num_decodes, decode_context_sum, decode_context_max)
+            return total
+        longest = 0.0
+        work = self._prefill_launch_s
+        alone, alone_slope, share, share_slope = (
+            self._alone,
+            self._alone_slope,
+            self._share,
+            self._share_slope,
+        )
+        window = self._window
+        for chunk, before in prefills:
+            if chunk >= len(alone):
+                self._grow_prefill(chunk)
+                alone, alone_slope = self._alone, self._alone_slope
+                share, share_slope = self._share, self._share_slope
+            seen = before if before < window else window
+            by_itself = alone[chunk] + alone_slope[chunk] * seen
+            if by_itself > longest:
+                longest = by_itself
+            work = work + (share[chunk] + share_slope[chunk] * seen)
+        attention = longest if longest > work else work
+        if num_decodes:
+            attention = self._mixed_s(attention, num_decodes, decode_context_sum, decode_context_max)
+        return total + attention
+
+    def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
+        """Device seconds of `num_steps` decode steps, shape (num_steps,); each context grows by one a step.
+
+        Element j equals `step_s(num_decodes, num_decodes, (), num_decodes, context_sum + j * num_decodes,
+        context_max + j)` exactly.
+        """
+        if num_decodes >= len(self._linear):
+            self._grow_linear(num_decodes)
+        if num_decodes >= len(self._head):
+            self._grow_head(num_decodes)
+        total = self._linear[num_decodes] + self._head[num_decodes]
+        curve = self._attention.decode_curve(num_decodes)
+        step = np.arange(num_steps)
+        mean = np.minimum((step * num_decodes + context_sum) / num_decodes, self._window)
+        knot = np.minimum(np.searchsorted(self._knots_array, mean, side="right") - 1, self._last_knot)
+        attention = curve.values_array[knot] + (mean - self._knots_array[knot]) * curve.slopes_array[knot]
+        most = np.minimum(step + context_max, self._window)
+        attention = np.maximum(attention, self._decode_launch_s + most * curve.longest_slope)
+        return np.asarray(total + attention)
+
+    def host_s(self, num_seqs: int, num_tokens: int) -> float:
+        """Seconds of host work for a step: scheduling, input preparation, output handling."""
+        host = self._host
+        return host.step_s + num_seqs * host.per_seq_s + num_tokens * host.per_token_s
+
+    def _decode_s(self, num_decodes: int, context_sum: int, context_max: int) -> float:
+        curve = self._attention.decode_curve(num_decodes)
+        attention = self._on_curve(curve, context_sum / num_decodes)
+        most = context_max if context_max < self._window else self._window
+        longest = self._decode_launch_s + most * curve.longest_slope
+        return longest if longest > attention else attention
+
+    def _mixed_s(self, prefill: float, num_decodes: int, context_sum: int, context_max: int) -> float:
+        curve = self._attention.mixed_curve(num_decodes)
+        attention = prefill + self._on_curve(curve, context_sum / num_decodes)
+        most = context_max if context_max < self._window else self._window
+        longest = self._prefill_launch_s + most * curve.longest_slope
+        return longest if longest > attention else attention
+
+    def _on_curve(self, curve: DecodeCurve, mean: float) -> float:
+        if mean > self._window:
+            mean = self._window
+        knot = bisect_right(self._knots, mean) - 1
+        if knot > self._last_knot:
+            knot = self._last_knot
+        return curve.values[knot] + (mean - self._knots[knot]) * curve.slopes[knot]
+
+    # -- tables ----------------------------------------------------------------------------------------------
+
+    def _grow_linear(self, tokens: int) -> None:
+        """(Re)build the table of linear layers up to at least `tokens`."""
+        most = max(tokens, self._max_tokens, 64)
+        graphs = self._graphs
+        edge = graphs[-1] if graphs else 0
+        coarse = np.arange(64, most + 64, 64)
+        dense = np.arange(edge + 1, min(most, 256) + 1)
+        eager = np.unique(np.concatenate([dense, coarse, coarse + 1, [edge + 1, most]]))
+        eager = eager[(eager > edge) & (eager <= max(most, edge + 1))]
+        at_graphs = self._linear_layers.seconds(np.asarray(graphs, np.float64)) if graphs else np.empty(0)
+        at_eager = self._linear_layers.eager_seconds(eager.astype(np.float64))
+        values = monotone(np.concatenate([at_graphs, at_eager]))
+        every = np.arange(most + 1, dtype=np.float64)
+        table = np.interp(every, eager, values[len(graphs) :])
+        if graphs:
+            padded = np.searchsorted(graphs, every[: edge + 1])
+            table[: edge + 1] = values[padded]
+        table[0] = 0.0
+        self._linear = table.tolist()
+
+    def _grow_head(self, rows: int) -> None:
+        most = max(rows, self._max_seqs, 64)
+        at = np.unique(np.concatenate([np.arange(1, 65), np.arange(64, most + 16, 16)]))
+        values = monotone(self._linear_layers.head_seconds(at.astype(np.float64)))
+        table = np.interp(np.arange(most + 1, dtype=np.float64), at, values)
+        table[0] = 0.0
+        self._head = table.tolist()
+
+    def _grow_prefill(self, chunk: int) -> None:
+        tables = self._attention.prefill_tables(max(chunk, self._max_tokens))
+        self._alone, self._alone_slope, self._share, self._share_slope = (t.tolist() for t in tables)
+
+    # -- what a step does, and how sure we are ---------------------------------------------------------------
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense FLOP/s of one device in the arithmetic of the linear layers."""
+        facts = self.profile.facts
+        return facts.peak_flops.get(self._format.arithmetic, facts.peak_flops["bfloat16"])
+
+    @property
+    def peak_bytes_per_s(self) -> float:
+        """Memory bandwidth of one device."""
+        return self.profile.facts.hbm_bytes_per_s
+
+    def step_work(
+        self,
+        num_tokens: npt.ArrayLike,
+        num_sampled: npt.ArrayLike,
+        prefill_attention_area: npt.ArrayLike,
+        prefill_context_sum: npt.ArrayLike,
+        decode_context_sum: npt.ArrayLike,
+    ) -> tuple[Floats, Floats]:
+        """(FLOPs, HBM bytes) of steps on one device, for a roofline chart; arguments are columns of a step
+        table.
+
+        Weights are read once a step (of an MoE, the experts expected to be touched), KV once per attended
+        token; activations are taken as written and read once per layer.
+        """
+        tokens, sampled, area, before, decoding = (
+            np.asarray(a, np.float64)
+            for a in (
+                num_tokens,
+                num_sampled,
+                prefill_attention_area,
+                prefill_context_sum,
+                decode_context_sum,
+            )
+        )
+        model, tp = self.model, self.tensor_parallel_size
+        attention = float(sum(g.weights for g in model.attention_gemms(tp)))
+        expert = float(sum(g.weights for g in model.mlp_gemms(tp)))
+        passed, touched = expert, np.full(tokens.shape, expert)
+        if model.num_experts:
+            total, chosen = float(model.num_experts), float(model.experts_per_token)
+            passed = expert * chosen
+            touched = expert * total * (1.0 - (1.0 - chosen / total) ** tokens)
+        head = float(model.lm_head_gemm(tp).weights)
+        heads = model.heads_per_rank(tp) * model.head_dim
+        flops = (
+            model.num_layers * (2.0 * tokens * (attention + passed) + 4.0 * heads * (area + decoding))
+            + 2.0 * sampled * head
+        )
+        weights = model.num_layers * (attention + touched) * self._format.weight_bytes * (tokens > 0)
+        kv = model.kv_bytes_per_token(tp, self._kv_bytes) * (before + decoding + tokens)
+        activations = model.num_layers * tokens * (4.0 * model.hidden_size + 3.0 * heads) * 2.0
+        return flops, weights + head * 2.0 * (sampled > 0) + kv + activations
+
+    def extrapolations(self, max_context: int | None = None, max_batch: int | None = None) -> list[str]:
+        """What of this deployment lies outside the measured hull, one line each; empty when all was
+        measured."""
+        context = max_context or self.model.max_position_embeddings
+        batch = max_batch or self._max_seqs
+        return [
+            *self._linear_layers.unmeasured(self._max_tokens, self._max_seqs),
+            *self._attention.unmeasured(batch, context, self._max_tokens),
+        ]

@@ -1,0 +1,210 @@
+"""A device profile: what the vendor states, what was fitted to measurements, how well, and where from.
+
+One JSON file. Everything a prediction uses is in it, so two runs with the same profile hash price alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from serving.errors import UsageError, nearest
+
+KernelKind = Literal[
+    "gemm", "prefill", "decode", "decode_mixed", "all_reduce", "moe", "elementwise", "sampler"
+]
+SCHEMA = "tokentwin-profile/1"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DeviceFacts(_Frozen):
+    """Datasheet figures. Peaks are dense (no structured sparsity) and, for 16 bit, with float32
+    accumulation."""
+
+    name: str
+    product: str
+    memory_bytes: int = Field(gt=0)
+    """Memory the driver reports, which is what an engine's utilisation fraction is taken of."""
+    num_sms: int = Field(gt=0)
+    peak_flops: dict[str, float]
+    """FLOP/s by arithmetic: bfloat16, and fp8, int8, nvfp4 where the device has them."""
+    hbm_bytes_per_s: float = Field(gt=0)
+    l2_bytes: int = Field(gt=0)
+    link_bytes_per_s: float = Field(gt=0)
+    """GPU-to-GPU bandwidth in one direction (half of what vendors print for both)."""
+    tdp_w: float = Field(gt=0)
+    sources: dict[str, str]
+    """Where each figure comes from."""
+
+
+class FitErrors(_Frozen):
+    """Mean absolute relative errors of a fit, as fractions."""
+
+    train: float | None = None
+    """The fitted formula alone, on the rows it was fitted to."""
+    measured: float | None = None
+    """Formula plus residual table at the measured rows."""
+    held_out: float | None = None
+    """Rows whose whole shape was left out of formula and residuals (four folds)."""
+    held_out_bias: float | None = None
+    """Mean signed error of the same predictions."""
+
+
+class ResidualTable(_Frozen):
+    """log(measured / formula) on a grid, per measured shape; interpolated to other shapes by kriging."""
+
+    shapes: list[list[float]]
+    grid: list[list[float]]
+    """One list of coordinates per grid axis; the table has one column per point of their product."""
+    log_ratio_e4: list[list[int]]
+    """Row per shape, in units of 1e-4."""
+    length_scales: list[float]
+    """Per shape axis, in natural-log units: how far a residual is believed."""
+    nugget: float
+    """Noise variance over signal variance."""
+
+
+class KernelFit(_Frozen):
+    """One kernel's formula coefficients, its residual table, and the facts about the fit."""
+
+    kind: KernelKind
+    coefficients: dict[str, float]
+    shape_axes: list[str] = []
+    grid_axes: list[str] = []
+    residual: ResidualTable | None = None
+    errors: FitErrors = FitErrors()
+    hull: dict[str, tuple[float, float]] = {}
+    """Smallest and largest measured value per axis."""
+    num_points: int = 0
+    cleaning: dict[str, int] = {}
+    """Rows dropped from the table, by reason."""
+    noise_log_std: float = 0.03
+    """Spread of repeated measurements, in log units, for jitter and intervals."""
+    source: str = "datasheet roofline with default efficiencies, not fitted"
+
+    @property
+    def fitted(self) -> bool:
+        return self.num_points > 0
+
+
+class HostTerms(_Frozen):
+    """Time of the engine's host process per step: scheduling, input preparation, output handling."""
+
+    step_s: float = Field(ge=0)
+    per_seq_s: float = Field(ge=0)
+    per_token_s: float = Field(default=0.0, ge=0)
+    launch_s: float = Field(ge=0)
+    """Host time to launch one kernel outside a CUDA graph."""
+    source: str
+
+
+class Provenance(_Frozen):
+    """What was measured, by whom, and which program made the profile of it."""
+
+    measured: str
+    repositories: list[str] = []
+    tables: list[str] = []
+    """File name and SHA-256 prefix of each table read."""
+    engine_versions: list[str] = []
+    fitted_on: str = ""
+    fitted_by: str = ""
+    notes: list[str] = []
+
+
+class DeviceProfile(_Frozen):
+    """Everything `costmodel.pricer.StepPricer` knows about a device."""
+
+    schema_: str = Field(default=SCHEMA, alias="schema")
+    facts: DeviceFacts
+    gemm: dict[str, KernelFit] = {}
+    """By number format: bfloat16, fp8, fp8_block, nvfp4, int8_wo, int4_wo, sq."""
+    prefill: dict[str, KernelFit] = {}
+    """By KV cache format: bfloat16, fp8."""
+    decode: dict[str, KernelFit] = {}
+    decode_mixed: dict[str, KernelFit] = {}
+    """Decode rows that share a step with a prefill chunk, where the kernel treats them differently."""
+    all_reduce: KernelFit | None = None
+    moe: dict[str, KernelFit] = {}
+    elementwise: KernelFit | None = None
+    sampler: KernelFit | None = None
+    host: HostTerms
+    provenance: Provenance
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def content_hash(self) -> str:
+        """First 16 hex digits of the SHA-256 of the canonical JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """Canonical compact JSON: keys sorted, no spaces."""
+        document = self.model_dump(mode="json", by_alias=True)
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+    def kernels(self) -> list[tuple[str, KernelFit]]:
+        """Every fit with a printable name such as `gemm/bfloat16`."""
+        found: list[tuple[str, KernelFit]] = []
+        for group in ("gemm", "prefill", "decode", "decode_mixed", "moe"):
+            fits: dict[str, KernelFit] = getattr(self, group)
+            found += [(f"{group}/{name}", fit) for name, fit in fits.items()]
+        for single in ("all_reduce", "elementwise", "sampler"):
+            fit = getattr(self, single)
+            if fit is not None:
+                found.append((single, fit))
+        return found
+
+
+def list_profiles() -> tuple[str, ...]:
+    """Names of the shipped profiles."""
+    folder = resources.files("costmodel") / "profiles"
+    return tuple(sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".json")))
+
+
+def load_profile(name_or_path: str | Path) -> DeviceProfile:
+    """A shipped profile by name (case and `-`, `_`, `sxm` ignored) or a profile file.
+
+    Raises `UsageError` for an unknown name (with the nearest ones) or a file that is not a profile.
+    """
+    text = str(name_or_path)
+    path = Path(text).expanduser()
+    if path.is_file():
+        return _parse(path.read_text(encoding="utf-8-sig"), where=text)
+    known = list_profiles()
+    key = text.lower().replace("-", "").replace("_", "").replace(" ", "").removesuffix("sxm")
+    if key in known:
+        return _shipped(key)
+    if path.suffix == ".json":
+        raise UsageError(f"--gpu {text}: no such file")
+    raise UsageError(
+        f"--gpu {text!r} is not a shipped profile; {nearest(key, known)} (or give a profile file)"
+    )
+
+
+@lru_cache(maxsize=16)
+def _shipped(name: str) -> DeviceProfile:
+    file = resources.files("costmodel") / "profiles" / f"{name}.json"
+    return _parse(file.read_text(encoding="utf-8"), where=name)
+
+
+def _parse(text: str, *, where: str) -> DeviceProfile:
+    try:
+        profile = DeviceProfile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise UsageError(f"--gpu {where}: not a device profile ({field}: {first['msg']})") from None
+    if profile.schema_ != SCHEMA:
+        raise UsageError(f"--gpu {where}: profile schema {profile.schema_!r}, this version reads {SCHEMA!r}")
+    return profile

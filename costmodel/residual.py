@@ -1,0 +1,82 @@
+"""What a formula misses, carried from measured shapes to unmeasured ones.
+
+Residuals log(measured / formula) sit on the same grid for every measured shape. At a measured shape they are
+used as they are, so the prediction there is the measurement; at another shape they are a kriging (Gaussian
+process) mean over the shapes in log coordinates, which fades to 0, the bare formula, with distance. Between
+grid points they are interpolated linearly in log coordinates and held constant beyond the ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodel.profile import ResidualTable
+
+Floats = npt.NDArray[np.float64]
+
+
+def kriging_weights(shapes: Floats, target: Floats, length_scales: Floats, nugget: float) -> Floats:
+    """Weights (T, S) of measured `shapes` (S, D) at `target` shapes (T, D), both in log coordinates.
+
+    Covariance exp(-distance): rough, as tile and split choices are.
+    """
+
+    def covariance(a: Floats, b: Floats) -> Floats:
+        gap = (a[:, None, :] - b[None, :, :]) / length_scales
+        return np.asarray(np.exp(-np.sqrt((gap * gap).sum(-1))))
+
+    gram = covariance(shapes, shapes) + nugget * np.eye(len(shapes))
+    return np.asarray(np.linalg.solve(gram, covariance(shapes, target))).T
+
+
+def interpolate(axes: Sequence[Floats], table: Floats, points: Sequence[Floats]) -> Floats:
+    """Multilinear interpolation of `table` (shape: lengths of `axes`) at `points`, in log(1 + x) of each
+    axis."""
+    result = np.zeros(np.broadcast_shapes(*(p.shape for p in points)))
+    corners: list[tuple[npt.NDArray[np.intp], Floats]] = []
+    for axis, x in zip(axes, points, strict=True):
+        grid, at = np.log1p(axis), np.log1p(x)
+        if len(grid) == 1:
+            corners.append((np.zeros(at.shape, np.intp), np.zeros(at.shape)))
+            continue
+        low = np.clip(np.searchsorted(grid, at, side="right") - 1, 0, len(grid) - 2)
+        corners.append((low, np.clip((at - grid[low]) / (grid[low + 1] - grid[low]), 0.0, 1.0)))
+    for corner in range(2 ** len(axes)):
+        weight: Floats = np.ones(())
+        index = []
+        for d, (low, fraction) in enumerate(corners):
+            upper = corner >> d & 1
+            weight = weight * (fraction if upper else 1.0 - fraction)
+            index.append(np.minimum(low + upper, len(axes[d]) - 1))
+        result = result + weight * table[tuple(index)]
+    return result
+
+
+class Residuals:
+    """A `ResidualTable` ready to be asked; `at(shape, points)` is the log correction."""
+
+    def __init__(self, table: ResidualTable) -> None:
+        self._axes = [np.asarray(a, np.float64) for a in table.grid]
+        self._shapes = np.log(np.asarray(table.shapes, np.float64))
+        self._rows = np.asarray(table.log_ratio_e4, np.float64) * 1e-4
+        self._scales = np.asarray(table.length_scales, np.float64)
+        self._nugget = table.nugget
+
+    def measured(self, shape: Sequence[float]) -> bool:
+        """Whether this very shape is in the table."""
+        return bool(
+            np.any(np.all(np.abs(self._shapes - np.log(np.asarray(shape, np.float64))) < 1e-9, axis=1))
+        )
+
+    def at(self, shape: Sequence[float], points: Sequence[Floats]) -> Floats:
+        """Log correction of one shape at grid `points` (one array per grid axis, broadcast together)."""
+        target = np.log(np.asarray(shape, np.float64))[None, :]
+        exact = np.flatnonzero(np.all(np.abs(self._shapes - target) < 1e-9, axis=1))
+        if len(exact):
+            row = self._rows[exact[0]]
+        else:
+            row = (kriging_weights(self._shapes, target, self._scales, self._nugget) @ self._rows)[0]
+        return interpolate(self._axes, row.reshape([len(a) for a in self._axes]), points)
