@@ -1,0 +1,236 @@
+"""A deployment: model, devices, engine limits, policy. One frozen tree, with the names and meanings of vLLM's flags.
+
+`build` turns it into what a run needs: model shape, device profile, memory plan, scheduler limits and prices.
+`simulate` runs a workload on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from costmodel.memory import MemoryPlan, default_limits, plan_memory
+from costmodel.model import ModelShape, load_model
+from costmodel.pricer import StepPricer
+from costmodel.profile import DeviceProfile, load_profile
+from serving.config import SchedulerConfig
+from serving.errors import InfeasibleError, UsageError
+from serving.policies import load_policy
+from sim.record import RunRecord, Status
+from sim.workload.types import Workload
+from sim.world import Frontend, Progress, run_world
+
+
+class Deployment(BaseModel):
+    """One deployment. Unset limits take vLLM's defaults for the device.
+
+    The network and the clients belong to the workload.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    model: str
+    """A shipped model name, a Hugging Face id of a supported family, or a path to a config.json."""
+    gpu: str = "h200"
+    """A shipped device profile or a profile file."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices per replica."""
+    data_parallel_size: int = Field(default=1, ge=1)
+    """Replicas behind a router."""
+    router: str = "round_robin"
+    """How requests are spread over replicas: round_robin, least_outstanding or central."""
+    dtype: str = "bfloat16"
+    quantization: str | None = None
+    """Weight format: fp8, fp8_block, int8_wo, int4_wo and others that the profile has prices for."""
+    kv_cache_dtype: str = "auto"
+    policy: str = "chunked"
+    """Batch policy: chunked (vLLM V1), continuous (whole prompts first), static, or my_module:MyPolicy."""
+    scheduling_policy: Literal["fcfs", "priority", "sjf", "edf"] = "fcfs"
+    """Order of the queue."""
+    static_batch_size: int | None = Field(default=None, ge=1)
+    """Policy static: requests per batch (max_num_seqs by default)."""
+    static_max_wait: float | None = Field(default=None, ge=0)
+    """Policy static: seconds that the oldest request waits for its batch to fill (0.1 by default)."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt and answer together; the model's own limit by default, less where the KV cache is smaller."""
+    gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
+    block_size: int = Field(default=16, ge=1)
+    """Tokens per KV page."""
+    num_gpu_blocks_override: int | None = Field(default=None, ge=2)
+    """KV pages per replica, instead of what memory has room for."""
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = Field(default=0, ge=0)
+    async_scheduling: bool | None = None
+    """Plan the next step while the current one runs; on by default under policy chunked, as in vLLM."""
+    semantics: Literal["vllm-0.33", "vllm-2025"] = "vllm-0.33"
+    """Which vLLM V1 the scheduler copies: 2025 has no full-prompt gate and queues every freed page last."""
+    enforce_eager: bool = False
+    """No CUDA graphs."""
+    frontend_overhead_ms: float = Field(default=0.0, ge=0)
+    """Time a request spends in HTTP and gateways before it is tokenised."""
+    tokenize_us_per_token: float = Field(default=1.0, ge=0)
+    """Tokenising a prompt: about a million tokens a second for a fast tokeniser on one core."""
+    detokenize_us_per_token: float = Field(default=20.0, ge=0)
+    """Lag that detokenising and writing a token adds to its way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A deployment worked out: everything a run needs."""
+
+    deployment: Deployment
+    model: ModelShape
+    profile: DeviceProfile
+    memory: MemoryPlan
+    limits: SchedulerConfig
+    pricer: StepPricer
+    warnings: tuple[str, ...] = ()
+
+
+def build(deployment: Deployment) -> Built:
+    """Work a deployment out. Raises `UsageError` for names and limits that cannot be, `InfeasibleError` for memory."""
+    d = deployment
+    model, profile = load_model(d.model), load_profile(d.gpu)
+    tokens, seqs = default_limits(profile)
+    tokens = d.max_num_batched_tokens or tokens
+    seqs = d.max_num_seqs or seqs
+    if d.max_model_len is not None and d.max_model_len > model.max_position_embeddings:
+        raise UsageError(
+            f"--max-model-len {d.max_model_len} is beyond the {model.max_position_embeddings} positions of {model.name}"
+        )
+    longest = d.max_model_len or model.max_position_embeddings
+    if not d.enable_chunked_prefill and d.policy == "chunked" and tokens < longest:
+        if d.max_num_batched_tokens is not None:
+            raise UsageError(
+                f"--max-num-batched-tokens {tokens} is smaller than --max-model-len {longest}, and prompts cannot be "
+                "cut with --no-enable-chunked-prefill; raise it, lower --max-model-len, or leave chunked prefill on"
+            )
+        tokens = longest
+    memory = plan_memory(
+        model,
+        profile,
+        tensor_parallel_size=d.tensor_parallel_size,
+        gpu_memory_utilization=d.gpu_memory_utilization,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=seqs,
+        max_model_len=longest,
+        block_size=d.block_size,
+        dtype=d.dtype,
+        quantization=d.quantization,
+        kv_cache_dtype=d.kv_cache_dtype,
+        cuda_graphs=not d.enforce_eager,
+    )
+    warnings = []
+    pages = (d.num_gpu_blocks_override or memory.num_blocks) - 1  # vLLM keeps one block for padding
+    if pages * d.block_size < longest:
+        if d.max_model_len is not None:
+            raise InfeasibleError(
+                f"--max-model-len {longest} needs {-(-longest // d.block_size)} KV pages of {d.block_size} tokens and "
+                f"{pages} fit; lower it to {pages * d.block_size} or raise --gpu-memory-utilization"
+            )
+        warnings.append(
+            f"max_model_len lowered from {longest} to {pages * d.block_size}: the KV cache holds no longer sequence"
+        )
+        longest = pages * d.block_size
+    asynchronous = d.policy == "chunked" if d.async_scheduling is None else d.async_scheduling
+    if asynchronous and d.policy == "static":
+        raise UsageError("--async-scheduling has no meaning for --policy static; leave it off")
+    if d.semantics == "vllm-2025" and d.async_scheduling is None:
+        asynchronous = False
+    limits = SchedulerConfig(
+        num_pages=pages,
+        page_tokens=d.block_size,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=longest,
+        enable_prefix_caching=d.enable_prefix_caching,
+        enable_chunked_prefill=d.enable_chunked_prefill,
+        long_prefill_token_threshold=d.long_prefill_token_threshold,
+        queue_order=d.scheduling_policy,
+        async_scheduling=asynchronous,
+    )
+    if d.semantics == "vllm-2025":
+        limits = replace(limits.vllm_2025(), async_scheduling=asynchronous)
+    pricer = StepPricer(
+        model,
+        profile,
+        tensor_parallel_size=d.tensor_parallel_size,
+        dtype=d.dtype,
+        quantization=d.quantization,
+        kv_cache_dtype=d.kv_cache_dtype,
+        max_num_batched_tokens=max(tokens, longest) if d.policy != "chunked" else tokens,
+        max_num_seqs=seqs,
+        cuda_graphs=not d.enforce_eager,
+    )
+    return Built(d, model, profile, memory, limits, pricer, tuple(warnings))
+
+
+def _policy_options(deployment: Deployment) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if deployment.static_batch_size is not None:
+        options["batch_size"] = deployment.static_batch_size
+    if deployment.static_max_wait is not None:
+        options["max_wait_s"] = deployment.static_max_wait
+    if options and deployment.policy != "static":
+        raise UsageError("--static-batch-size and --static-max-wait have an effect only with --policy static")
+    return options
+
+
+def simulate(
+    workload: Workload,
+    deployment: Deployment | Built,
+    *,
+    fast_forward: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+    until_s: float = float("inf"),
+) -> RunRecord:
+    """Run `workload` on `deployment` in simulated time and return what happened.
+
+    Raises `UsageError` when not a single request can run, with the reason of the first. Interrupting it
+    (KeyboardInterrupt) returns what happened so far, marked `interrupted`.
+    """
+    built = deployment if isinstance(deployment, Built) else build(deployment)
+    d = built.deployment
+    options = _policy_options(d)
+    load_policy(d.policy, **options)  # a wrong name fails before anything runs
+    if not len(workload):
+        raise UsageError("the workload has no requests; check its filters, or give --num-prompts at least 1")
+    record = run_world(
+        workload,
+        built.limits,
+        built.pricer,
+        make_policy=lambda: load_policy(d.policy, **options),
+        num_replicas=d.data_parallel_size,
+        router=d.router,
+        frontend=Frontend(
+            d.frontend_overhead_ms / 1e3, d.tokenize_us_per_token / 1e6, d.detokenize_us_per_token / 1e6
+        ),
+        fast_forward=fast_forward,
+        until_s=until_s,
+        progress=progress,
+    )
+    rejected = record.requests.status == Status.REJECTED
+    if rejected.all() and len(rejected):
+        raise UsageError(
+            f"none of the {len(rejected)} requests can run: {record.requests.reason[0]}; raise --max-model-len or "
+            "the memory for KV, or shorten the prompts"
+        )
+    warnings = [*built.warnings, *record.warnings]
+    if rejected.any():
+        first = record.requests.reason[int(np.flatnonzero(rejected)[0])]
+        warnings.append(f"{int(rejected.sum())} of {len(rejected)} requests rejected, the first because: {first}")
+    meta = {
+        **record.meta,
+        "deployment": d.model_dump(mode="json"),
+        "limits": {name: getattr(built.limits, name) for name in built.limits.__slots__},
+        "workload": {"name": workload.name, **workload.meta},
+        "profile_hash": built.profile.content_hash,
+    }
+    return replace(record, warnings=tuple(warnings), meta=meta)
