@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sim.latency import LatencyStats
+from sim.meta import meta_value
 from sim.metrics import Summary
 from sim.record import RunRecord
 from sim.verdict import Verdict
@@ -86,14 +87,13 @@ def sections(record: RunRecord, summary: Summary) -> list[tuple[str, list[Row]]]
 
 
 def _headline(record: RunRecord, s: Summary) -> list[Row]:
-    meta = record.meta
-    rate = meta.get("request_rate")
+    rate, limit = meta_value(record, "request_rate"), meta_value(record, "max_concurrency")
     rows = [
         ("Successful requests:", str(s.completed), f"of {s.sent} sent"),
         ("Failed requests:", str(s.failed), f"{s.rejected} rejected, {s.unfinished} unfinished"),
     ]
-    if meta.get("max_concurrency") is not None:
-        rows.append(("Maximum request concurrency:", str(meta["max_concurrency"]), ""))
+    if limit is not None:
+        rows.append(("Maximum request concurrency:", str(limit), ""))
     if isinstance(rate, float | int) and math.isfinite(rate):
         rows.append(("Request rate configured (RPS):", _num(float(rate)), ""))
     rows += [

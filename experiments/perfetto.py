@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from experiments.results import writable
+from sim.meta import meta_value
 from sim.record import RunRecord, Status
 
-MAX_EVENTS = 400_000
+MAX_EVENTS = 1_000_000
 CLIENT_PID = 0
 """Process of requests that never reached a replica."""
 Event = dict[str, Any]
@@ -52,9 +53,8 @@ def trace(record: RunRecord, *, max_events: int = MAX_EVENTS) -> dict[str, Any]:
         *_counters(record, until_s),
         *_requests(record, until_s),
     ]
-    other: dict[str, Any] = {
-        key: record.meta[key] for key in ("model_id", "gpu", "seed", "version") if key in record.meta
-    }
+    facts = {key: meta_value(record, key) for key in ("model_id", "gpu", "seed", "version")}
+    other: dict[str, Any] = {key: value for key, value in facts.items() if value is not None}
     if math.isfinite(until_s):
         other["cut_at_s"] = until_s
     return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}

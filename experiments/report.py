@@ -16,6 +16,7 @@ from experiments import report_figures as figures
 from experiments import theme
 from experiments.report_figures import Roofline
 from experiments.results import writable
+from sim.meta import meta_value
 from sim.metrics import Summary
 from sim.record import RunRecord
 from sim.saturation import Load
@@ -65,9 +66,7 @@ def report_html(
 ) -> str:
     """The report as one HTML document, the same bytes for the same run."""
     offline: Any = import_module("plotly.offline")
-    name = title or " · ".join(
-        str(record.meta[k]) for k in ("label", "model_id", "gpu") if record.meta.get(k)
-    )
+    name = title or " · ".join(_facts(record, "label", "model_id", "gpu"))
     name = escape(name or "Run")
     body = "\n".join(
         [
@@ -204,7 +203,7 @@ def _subtitle(record: RunRecord, summary: Summary) -> str:
     words = [f"{summary.sent:,} requests", f"{summary.duration_s:,.1f} s simulated"]
     if record.num_replicas > 1:
         words.append(f"{record.num_replicas} replicas")
-    words += [f"{key} {record.meta[key]}" for key in ("seed", "version") if record.meta.get(key) is not None]
+    words += [f"seed {seed}" for seed in _facts(record, "seed")]
     return " · ".join(words)
 
 
@@ -283,14 +282,17 @@ def _table(heading: str, head: list[str], rows: list[list[str]]) -> str:
 
 
 def _footer(record: RunRecord) -> str:
-    meta = record.meta
-    argv = meta.get("argv")
-    parts = ["Made by TokenTwin" + (f" {meta['version']}" if meta.get("version") else "")]
-    parts += [
-        f"{key.replace('_', ' ')} {meta[key]}" for key in ("git_commit", "profile_hash") if meta.get(key)
-    ]
+    argv = meta_value(record, "argv")
+    parts = [" ".join(["Made by TokenTwin", *_facts(record, "version")])]
+    parts += [f"commit {commit}" for commit in _facts(record, "git_commit")]
+    parts += [f"profile {profile}" for profile in _facts(record, "profile_hash")]
     command = f"<br><code>{escape(' '.join(map(str, argv)))}</code>" if isinstance(argv, list | tuple) else ""
     return f"<footer>{escape(' · '.join(parts))}{command}</footer>"
+
+
+def _facts(record: RunRecord, *keys: str) -> list[str]:
+    found = (meta_value(record, key) for key in keys)
+    return [str(value) for value in found if value is not None]
 
 
 def _p95(stats: Any) -> float:

@@ -21,6 +21,7 @@ import numpy as np
 
 from serving.errors import UsageError
 from sim.latency import LatencyStats, latencies, stage_times
+from sim.meta import meta_value
 from sim.metrics import Summary
 from sim.record import RunRecord, Status
 from sim.slo import Goodput
@@ -74,20 +75,23 @@ def result_json(
 
     `detailed` adds lists per request, in seconds, in order of sending. Latencies that do not exist are null.
     """
-    meta = record.meta
+
+    def fact(key: str, default: Any = None) -> Any:
+        return meta_value(record, key, default)
+
     head = {
         "date": _date(date),
         "endpoint_type": "sim",
         "backend": "sim",
-        "label": label if label is not None else meta.get("label"),
-        "model_id": meta.get("model_id"),
-        "tokenizer_id": meta.get("tokenizer_id") or meta.get("model_id"),
+        "label": label if label is not None else fact("label"),
+        "model_id": fact("model_id"),
+        "tokenizer_id": fact("tokenizer_id") or fact("model_id"),
         "num_prompts": summary.sent,
     }
     traffic = {
         "request_rate": _request_rate(record),
-        "burstiness": meta.get("burstiness", 1.0),
-        "max_concurrency": meta.get("max_concurrency"),
+        "burstiness": fact("burstiness", 1.0),
+        "max_concurrency": fact("max_concurrency"),
     }
     body: dict[str, Any] = {
         "duration": summary.duration_s,
@@ -233,7 +237,7 @@ def _date(date: datetime | str | None) -> str:
 
 def _request_rate(record: RunRecord) -> float | str:
     """The configured rate, else the offered one; "inf" when everything was sent at once."""
-    rate = record.meta.get("request_rate")
+    rate = meta_value(record, "request_rate")
     if rate is None:
         rate = offered_rate(record)
     return "inf" if isinstance(rate, str) or math.isinf(rate) else float(rate)
@@ -275,14 +279,13 @@ def _details(record: RunRecord) -> dict[str, list[Any]]:
 
 
 def _ours(record: RunRecord, summary: Summary, verdict: Verdict | None) -> dict[str, Any]:
-    meta = record.meta
     out: dict[str, Any] = {
         "slo_attainment": summary.slo_attainment,
         "slo_attainment_by_metric": summary.slo_attainment_by_metric,
         "goodput_slos_ms": _limits_ms(summary.goodput_limits),
-        "tensor_parallel_size": meta.get("tensor_parallel_size", 1),
-        "pipeline_parallel_size": meta.get("pipeline_parallel_size", 1),
-        "data_parallel_size": meta.get("data_parallel_size", record.num_replicas),
+        "tensor_parallel_size": meta_value(record, "tensor_parallel_size", 1),
+        "pipeline_parallel_size": meta_value(record, "pipeline_parallel_size", 1),
+        "data_parallel_size": meta_value(record, "data_parallel_size", record.num_replicas),
         "partial": record.interrupted,
         "sim_duration": summary.sim_duration_s,
         "sim_offered_rate": offered_rate(record),
@@ -315,7 +318,7 @@ def _ours(record: RunRecord, summary: Summary, verdict: Verdict | None) -> dict[
         out["sim_bound_shares"] = verdict.bound.shares
         out["sim_verdict"] = list(verdict.sentences)
     for key in ("seed", "version", "git_commit", "profile_hash"):
-        out[f"sim_{key}"] = meta.get(key)
+        out[f"sim_{key}"] = meta_value(record, key)
     return out
 
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 import numpy as np
 
 from sim.latency import latencies
+from sim.meta import meta_value
 from sim.record import Floats, RunRecord, Status
 
 NUM_BATCHES = 20
@@ -127,8 +128,8 @@ def saturation(record: RunRecord) -> Saturation:
 
 
 def closed_loop(record: RunRecord) -> bool:
-    """Whether a limit on concurrency held clients back: `meta["max_concurrency"]` is set and was reached."""
-    limit = record.meta.get("max_concurrency")
+    """Whether a limit on concurrency held clients back: max_concurrency is set and was reached."""
+    limit = meta_value(record, "max_concurrency")
     if limit is None:
         return False
     r = record.requests

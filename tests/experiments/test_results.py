@@ -197,3 +197,15 @@ def test_vllm_compares_our_results(run: RunRecord, tmp_path: Path, detailed: boo
         if other == "b":
             for row in ("Completed requests", "Mean TTFT", "Mean TPOT", "Mean ITL", "Output throughput"):
                 assert row in out.stdout, out.stdout
+
+
+def test_facts_are_found_under_the_workload_and_the_deployment(run: RunRecord) -> None:
+    nested = {
+        "deployment": {"model": "llama", "tensor_parallel_size": 4, "data_parallel_size": 2},
+        "workload": {"seed": 3, "request_rate": None, "burstiness": 0.5, "max_concurrency": 16},
+    }
+    out = result(replace(run, meta=nested))
+    assert (out["model_id"], out["tokenizer_id"], out["sim_seed"]) == ("llama", "llama", 3)
+    assert (out["tensor_parallel_size"], out["data_parallel_size"]) == (4, 2)
+    assert (out["burstiness"], out["max_concurrency"]) == (0.5, 16)
+    assert out["request_rate"] == pytest.approx(10.0)
