@@ -57,7 +57,8 @@ class ArrivalSpec(BaseModel):
     @property
     def at_once(self) -> bool:
         """Whether an infinite rate sends everything at t = 0."""
-        return self.request_rate == math.inf and self.daily_curve is None
+        others = (self.ramp_up_strategy, self.rate_points, self.daily_curve)
+        return self.request_rate == math.inf and all(other is None for other in others)
 
     @field_validator("request_rate", "rate_scale", "burstiness", "ramp_up_start_rps", "ramp_up_end_rps")
     @classmethod

@@ -104,7 +104,9 @@ def explain(error: ValidationError, name_of: Callable[[Location], str] = dotted)
     kind, value = first["type"], first["input"]
     message = first["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
-        return f"unknown key {dotted(first['loc'])}; {nearest(str(first['loc'][-1]), _field_names())}"
+        key = str(first["loc"][-1])
+        where = f"{dotted(first['loc'])}" if name_of is dotted else f"{key!r} in {place}"
+        return f"unknown key {where}; {nearest(key, _field_names())}"
     if kind == "missing":
         return f"{place} is missing; add it"
     if kind == "union_tag_invalid":

@@ -27,6 +27,8 @@ def read_objects(path: Path) -> tuple[list[dict[str, Any]], list[int], str]:
     text, digest = read_text(path)
     texts = text.split("\n")
     lines = [i for i, line in enumerate(texts, 1) if line and not line.isspace()]
+    if not lines:
+        raise UsageError(f"{path}: is empty; give a file with requests")
     objects = list(_parsed(path, texts, lines))
     return objects, lines, digest
 

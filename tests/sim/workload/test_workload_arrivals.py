@@ -180,5 +180,13 @@ def test_options_that_cannot_be_met_or_have_no_effect_are_refused(
         ArrivalSpec(**fields)
 
 
+def test_a_ramp_may_stand_beside_an_infinite_rate_as_in_vllm() -> None:
+    spec = ArrivalSpec(
+        request_rate=math.inf, burstiness=4, ramp_up_strategy="linear", ramp_up_start_rps=1, ramp_up_end_rps=3
+    )
+    times_s = draw(spec, 3, rng())
+    np.testing.assert_allclose(np.diff(times_s, prepend=0) * [1, 2, 3], gamma_gaps(3, 4, rng()), rtol=1e-12)
+
+
 def test_rate_points_may_be_text() -> None:
     assert ArrivalSpec(rate_points="0:2,600:10.5").rate_points == ((0, 2), (600, 10.5))  # type: ignore[arg-type]

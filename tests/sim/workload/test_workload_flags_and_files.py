@@ -57,7 +57,10 @@ def one_line(error: UsageError) -> None:
         ({"dataset_name": "random", "output_len": 0}, "--output-len"),
         ({"dataset_name": "random", "input_len": 5, "random_input_len": 6}, "twice"),
         ({"dataset_name": "random", "sharegpt_output_len": 6}, "--sharegpt-output-len has no effect"),
-        ({"dataset_name": "random", "goodput": {"tfft": 5}}, "unknown key"),
+        (
+            {"dataset_name": "random", "goodput": {"tfft": 5}},
+            "unknown key 'tfft' in --goodput; did you mean 'ttft'",
+        ),
         ({"dataset_name": "random", "goodput": {"ttft": -5}}, "--goodput"),
         (
             {"dataset_name": "random", "reqest_rate": 5},

@@ -124,6 +124,7 @@ json_values = st.recursive(
 )
 @example(b'{"timestamp": 0, "input_length": 1' + b"0" * 5000 + b', "output_length": 1, "hash_ids": [1]}')
 @example(b"[" * 100_000)
+@example(b"\x0b")
 @example(b'[{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}]')
 @same_file
 def test_fuzzed_bytes_and_fuzzed_json_raise_nothing_but_usage_errors(tmp_path: Path, junk: bytes) -> None:
@@ -312,3 +313,19 @@ def test_broken_custom_lines_name_line_and_key(tmp_path: Path, entries: Any, mes
     with pytest.raises(UsageError) as caught:
         read_custom(CustomSpec(path=put(tmp_path, entries)))
     assert message in str(caught.value)
+
+
+def test_a_tokenizer_file_counts_exactly(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is optional")
+    words = tokenizers.models.WordLevel({"word": 0, "?": 1}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    path = put(tmp_path, json.dumps([chat(("human", 9), ("gpt", 11))]), "chats.json")
+    for given_path in (tmp_path, tmp_path / "tokenizer.json"):
+        rows = read_sharegpt(ShareGptSpec(path=path, tokenizer=given_path))
+        assert (rows.prompt_tokens.tolist(), rows.output_tokens.tolist()) == ([9], [11])
+        assert rows.meta["token_count"] == f"tokenizer: {tmp_path / 'tokenizer.json'}"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UsageError, match="not a tokenizer file"):
+        read_sharegpt(ShareGptSpec(path=path, tokenizer=tmp_path))

@@ -9,7 +9,7 @@ import pytest
 
 from sim.workload import Workload, load_workload, shared_prefix_tokens, spec_from_flags
 
-TRACES = Path(__file__).resolve().parents[4] / "shared" / "data" / "traces"
+TRACES = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "traces"
 pytestmark = [
     pytest.mark.shared,
     pytest.mark.skipif(not TRACES.is_dir(), reason=f"the measured traces are not at {TRACES}"),
