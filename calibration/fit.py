@@ -238,18 +238,21 @@ def _errors(predicted: Floats, samples: Samples) -> tuple[float, float]:
     return float(np.mean(np.abs(relative))), float(np.mean(relative))
 
 
-def measurement_noise(samples: Samples) -> float:
-    """Log standard deviation of one timing, from its distance to the mean of its neighbours along the last
-    axis."""
+def measurement_noise(samples: Samples, base: Floats) -> float:
+    """Log standard deviation of one timing: how its ratio to the formula leaves the line through its neighbours.
+
+    Neighbours are those along the last grid axis within a factor of e; 0.03 where the grid is too coarse to tell.
+    """
     keys = np.concatenate([samples.shape, samples.grid[:, :-1]], axis=1)
     series = np.unique(keys, axis=0, return_inverse=True)[1].ravel()
     order = np.lexsort((samples.grid[:, -1], series))
-    log_t, s, x = np.log(samples.seconds[order]), series[order], np.log1p(samples.grid[order, -1])
+    ratio = np.log(samples.seconds[order] / base[order])
+    s, x = series[order], np.log1p(samples.grid[order, -1])
     same = (s[2:] == s[:-2]) & (x[2:] - x[:-2] < 1.0)
     if not same.any():
         return 0.03
     share = (x[1:-1] - x[:-2]) / np.maximum(x[2:] - x[:-2], 1e-9)
-    bend = log_t[1:-1] - (log_t[:-2] * (1 - share) + log_t[2:] * share)
+    bend = ratio[1:-1] - (ratio[:-2] * (1 - share) + ratio[2:] * share)
     spread = 1.4826 * float(np.median(np.abs(bend[same] - np.median(bend[same]))))
     return round(max(0.003, spread / float(np.sqrt(1.5))), 4)
 
@@ -294,7 +297,7 @@ def fit_kernel(
         hull=hull,
         num_points=len(samples),
         cleaning=dict(samples.dropped),
-        noise_log_std=measurement_noise(samples),
+        noise_log_std=measurement_noise(samples, base),
         source=samples.source,
     )
 

@@ -1,0 +1,59 @@
+"""Accuracy on the public kernel tables: what the fits promise on shapes they never saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from calibration.assemble import decode_samples, gemm_samples, prefill_samples
+from calibration.fit import leave_nk_out, leave_shape_out
+from calibration.ship import RECIPES, build
+from calibration.tables import read_table
+from costmodel.datasheet import device_facts
+from costmodel.formats import hardware
+from costmodel.profile import load_profile
+
+KERNELS = Path(__file__).resolve().parents[3] / "shared" / "data" / "kernels"
+
+pytestmark = [
+    pytest.mark.shared,
+    pytest.mark.skipif(
+        not KERNELS.is_dir(), reason="the measured kernel tables (../shared/data/kernels) are absent"
+    ),
+]
+
+H200 = device_facts("h200")
+
+
+def test_h200_gemm_on_unseen_n_and_k() -> None:
+    """A quarter of the (n, k) pairs left out at a time: at most 6 % (a plain roofline: 13.3 %)."""
+    table = read_table(KERNELS / "kernels_gemm_h200_sxm_vllm-0.24.0.csv")
+    error, bias = leave_nk_out(gemm_samples([table], "bfloat16", H200), hardware(H200))
+    assert error <= 0.06
+    assert abs(bias) <= 0.01
+
+
+@pytest.mark.parametrize(("kv_dtype", "kv_bytes"), [("bfloat16", 2.0), ("fp8", 1.0)])
+def test_h200_decode_attention_on_unseen_heads(kv_dtype: str, kv_bytes: float) -> None:
+    table = read_table(KERNELS / "kernels_attn_gen_h200_sxm_vllm-0.24.0.csv")
+    samples = decode_samples([table], kv_dtype, H200)
+    error, _ = leave_shape_out("decode", samples, hardware(H200, kv_bytes=kv_bytes))
+    assert error <= 0.04
+
+
+def test_h200_prefill_attention_on_unseen_heads() -> None:
+    table = read_table(KERNELS / "kernels_attn_ctx_h200_sxm_vllm-0.24.0.csv")
+    error, _ = leave_shape_out("prefill", prefill_samples([table], "bfloat16", H200), hardware(H200))
+    assert error <= 0.06
+
+
+def test_shipped_profiles_are_what_the_command_makes() -> None:
+    """`python -m calibration.ship` on the same tables gives the shipped fits (errors to 0.1 points)."""
+    made = build("a100", KERNELS)
+    shipped = load_profile("a100")
+    assert made.provenance.tables == shipped.provenance.tables
+    for kernel, fit in made.kernels():
+        stored = dict(shipped.kernels())[kernel]
+        assert stored.errors.held_out == pytest.approx(fit.errors.held_out, abs=1e-3), kernel
+    assert set(RECIPES) == {"h200", "h100", "a100", "b200", "l40s", "rtx4090", "rtxpro6000"}

@@ -1,0 +1,94 @@
+"""Shipped profiles: their figures against the vendors' tables, and the file format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from costmodel.datasheet import FACTS, datasheet_profile, device_facts
+from costmodel.profile import list_profiles, load_profile
+from costmodel.render import render_profile
+from serving.errors import UsageError
+
+# Dense TFLOP/s with float32 accumulation, and TB/s, from the vendors' pages named in the profiles.
+DENSE = {
+    "h100": (989.4, 1978.9, 3.35),
+    "h200": (989.4, 1978.9, 4.8),
+    "a100": (312.0, None, 2.039),
+    "b200": (2250.0, 4500.0, 8.0),
+    "l40s": (362.05, 733.0, 0.864),
+    "rtx4090": (165.2, 330.3, 1.008),
+    "rtxpro6000": (480.0, 960.0, 1.597),
+}
+
+
+def test_seven_devices_are_shipped() -> None:
+    assert set(list_profiles()) == set(DENSE) == set(FACTS)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_peaks_are_dense_and_sourced(name: str) -> None:
+    facts = load_profile(name).facts
+    bf16, fp8, bandwidth = DENSE[name]
+    assert facts.peak_flops["bfloat16"] == pytest.approx(bf16 * 1e12)
+    assert facts.peak_flops.get("fp8") == (None if fp8 is None else pytest.approx(fp8 * 1e12))
+    assert facts.hbm_bytes_per_s == pytest.approx(bandwidth * 1e12)
+    assert {"peak_flops", "hbm_bytes_per_s", "memory_bytes"} <= set(facts.sources)
+    assert facts == device_facts(name)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_every_profile_says_where_it_comes_from_and_is_small(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.provenance.repositories
+    assert all(len(t.split()) == 2 for t in profile.provenance.tables)
+    assert len(profile.to_json()) < 1_500_000
+    for kernel, fit in profile.kernels():
+        assert fit.source, kernel
+        if fit.fitted:
+            assert fit.hull, kernel
+            assert fit.errors.measured is not None, kernel
+            assert fit.errors.measured <= 0.02, kernel
+
+
+def test_a_profile_file_round_trips_with_its_hash(tmp_path: Path) -> None:
+    profile = load_profile("a100")
+    file = tmp_path / "mine.json"
+    file.write_text(profile.to_json())
+    again = load_profile(file)
+    assert again == profile
+    assert again.content_hash == profile.content_hash
+
+
+def test_the_hash_sees_every_coefficient() -> None:
+    profile = load_profile("a100")
+    changed = profile.model_copy(update={"host": profile.host.model_copy(update={"step_s": 2e-3})})
+    assert changed.content_hash != profile.content_hash
+
+
+def test_names_are_forgiving_and_errors_helpful(tmp_path: Path) -> None:
+    assert load_profile("H100-SXM").name == "h100"
+    with pytest.raises(UsageError, match="h200"):
+        load_profile("h20")
+    with pytest.raises(UsageError, match="no such file"):
+        load_profile(tmp_path / "none.json")
+    broken = tmp_path / "broken.json"
+    document = json.loads(load_profile("a100").to_json())
+    document["facts"]["num_sms"] = 0
+    broken.write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=r"facts\.num_sms"):
+        load_profile(broken)
+
+
+def test_show_prints_coefficients_errors_and_hull() -> None:
+    text = render_profile(load_profile("h200"))
+    for expected in ("gemm/bfloat16", "held-out", "hull:", "hbm_efficiency", "dropped:", "aiconfigurator"):
+        assert expected in text
+
+
+def test_a_datasheet_profile_needs_no_measurement() -> None:
+    profile = datasheet_profile(device_facts("h100"))
+    assert profile.kernels() == []
+    assert "datasheet" in profile.provenance.measured

@@ -1,0 +1,52 @@
+"""Residuals: exact where measured, fading with distance, linear in between."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from costmodel.profile import ResidualTable
+from costmodel.residual import Residuals, interpolate, kriging_weights
+
+TABLE = ResidualTable(
+    shapes=[[1024, 1024], [4096, 1024]],
+    grid=[[1, 3, 7]],
+    log_ratio_e4=[[1000, 2000, 3000], [0, 0, -1000]],
+    length_scales=[2.0, 2.0],
+    nugget=0.05,
+)
+
+
+def test_a_measured_shape_keeps_its_own_residuals() -> None:
+    residuals = Residuals(TABLE)
+    assert residuals.measured((1024, 1024))
+    assert not residuals.measured((2048, 1024))
+    assert residuals.at((1024, 1024), [np.array([1.0, 3.0, 7.0])]).tolist() == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_between_grid_points_it_is_linear_in_the_logarithm_and_flat_outside() -> None:
+    """log1p doubles from 1 to 3 to 7: the middle of a cell is at 1 + x = 2^1.5."""
+    at = np.array([2.0**1.5 - 1, 0.0, 100.0])
+    assert Residuals(TABLE).at((1024, 1024), [at]).tolist() == pytest.approx([0.15, 0.1, 0.3])
+
+
+def test_far_from_every_shape_the_formula_stands_alone() -> None:
+    far = Residuals(TABLE).at((1e12, 1e12), [np.array([1.0])])
+    assert abs(float(far[0])) < 1e-4
+
+
+def test_a_shape_between_two_takes_from_both() -> None:
+    between = float(Residuals(TABLE).at((2048, 1024), [np.array([3.0])])[0])
+    assert 0.0 < between < 0.2
+
+
+def test_kriging_weights_of_a_known_point_without_noise_are_one_and_zero() -> None:
+    shapes = np.log(np.array([[1.0], [10.0], [100.0]]))
+    weights = kriging_weights(shapes, shapes[1:2], np.array([1.0]), 0.0)
+    assert weights[0].tolist() == pytest.approx([0.0, 1.0, 0.0], abs=1e-12)
+
+
+def test_interpolation_in_two_axes_is_exact_on_the_grid() -> None:
+    axes = [np.array([1.0, 2.0, 5.0]), np.array([0.0])]
+    table = np.array([[1.0], [2.0], [4.0]])
+    assert interpolate(axes, table, [axes[0], np.zeros(3)]).tolist() == [1.0, 2.0, 4.0]
