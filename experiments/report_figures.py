@@ -247,10 +247,12 @@ def prefill_by_prompt(record: RunRecord) -> Figure:
     lat, r = latencies(record), record.requests
     fig = theme.figure(height=SLOWEST_HEIGHT)
     ran = ~np.isnan(lat.prefill_s)
+    whole = r.preemptions == 0
+    cached = r.cached_tokens >= 0.1 * np.maximum(r.prompt_tokens, 1)
     kinds = (
-        ("nothing cached", ran & (r.cached_tokens == 0) & (r.preemptions == 0), theme.BLUE, "circle"),
-        ("part cached", ran & (r.cached_tokens > 0) & (r.preemptions == 0), theme.ORANGE, "diamond"),
-        ("preempted", ran & (r.preemptions > 0), theme.VERMILLION, "x"),
+        ("under 10 % cached", ran & ~cached & whole, theme.BLUE, "circle"),
+        ("more cached", ran & cached & whole, theme.ORANGE, "diamond"),
+        ("preempted", ran & ~whole, theme.VERMILLION, "x"),
     )
     total = max(int(ran.sum()), 1)
     for name, mask, colour, symbol in kinds:

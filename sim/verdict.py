@@ -153,10 +153,12 @@ def _slo_sentence(outcome: SloOutcome) -> str:
         if np.isnan(outcome.value_s):
             return f"Misses {slo.label} ≤ {limit}: no request gives a value for it."
         return f"Misses {slo.label} ≤ {limit}: too many requests were rejected to have a value."
-    value = f"{outcome.value_s * 1000:.4g} ms"
+    value = f"{outcome.value_s * 1000:.4g} ms" if outcome.value_s < 10 else f"{outcome.value_s:,.1f} s"
     if outcome.met:
         return f"Meets {slo.label} ≤ {limit}: it is {value}, {outcome.headroom:.0%} below the limit."
-    return f"Misses {slo.label} ≤ {limit}: it is {value}, {-outcome.headroom:.0%} above the limit."
+    times = outcome.value_s / slo.limit_s
+    over = f"{times:,.0f} times the limit" if times >= 10 else f"{-outcome.headroom:.0%} above the limit"
+    return f"Misses {slo.label} ≤ {limit}: it is {value}, {over}."
 
 
 def _loss_sentences(summary: Summary) -> tuple[str, ...]:

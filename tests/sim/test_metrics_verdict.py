@@ -117,3 +117,11 @@ def test_the_sentences_of_a_verdict() -> None:
     )
     assert v.sentences[3].startswith("Not saturated: ")
     assert v.sentences[4].startswith("Bound by nothing: it is under-loaded: steps ran in ")
+
+
+def test_a_gross_miss_is_told_in_seconds_and_times() -> None:
+    run = toy_run(
+        np.zeros(200), [1000] * 200, [20] * 200, max_num_seqs=1
+    )  # each takes 110 + 190 ms: 60 s in all
+    v = verdict(run, summarise(run), parse_slo(["p50_ttft:100"]))
+    assert v.sentences[0] == "Misses P50 TTFT ≤ 100 ms: it is 30.0 s, 300 times the limit."
