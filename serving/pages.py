@@ -45,6 +45,8 @@ class PagePool:
         self._index: dict[Hashable, int | dict[int, None]] = {}
         self._key_of: list[Hashable | None] = [None] * (num_pages + 1)
         self._has_key: npt.NDArray[np.bool_] = np.zeros(num_pages + 1, np.bool_)
+        self.num_registered = 0
+        """How often a page got a key; while it stands still, no prefix can have become longer."""
         # Private identity: which preempted sequence may find the page again.
         self._claim: npt.NDArray[np.int64] = np.full(num_pages + 1, -1, np.int64)
         self._num_claims = 0
@@ -145,6 +147,7 @@ class PagePool:
 
     def register(self, page: int, key: Hashable) -> None:
         """Let later requests find `page` by `key`. Several pages may carry one key; the first found is used."""
+        self.num_registered += 1
         held = self._index.get(key)
         if held is None:
             self._index[key] = page

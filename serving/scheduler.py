@@ -45,8 +45,7 @@ class Scheduler:
         self.waiting: Queue = queue if queue is not None else make_queue(config.queue_order)
         self.watermark_pages = int(config.watermark * (config.num_pages + 1))
         self.num_planned = 0
-        self.head_blocked = False
-        """The head of the queue was refused for want of pages, and none was freed since."""
+        self._blocked_at = -1
         self.wake_s = math.inf
         """When to plan again although nothing happens: set by a policy that waits for a batch to fill."""
         self.in_flight: list[StepPlan] = []
@@ -102,7 +101,17 @@ class Scheduler:
             self._retire(request.slot)
         else:
             self.waiting.remove(request)
+            self.head_blocked = False
         self._end(request, "abort")
+
+    @property
+    def head_blocked(self) -> bool:
+        """The head of the queue was refused for want of pages, and since then none was freed and none published."""
+        return self._blocked_at == self.pool.num_registered
+
+    @head_blocked.setter
+    def head_blocked(self, blocked: bool) -> None:
+        self._blocked_at = self.pool.num_registered if blocked else -1
 
     @property
     def num_running(self) -> int:

@@ -104,16 +104,15 @@ class Step:
         """
         if request.slot >= 0 or self.seats < 1 or self.token_budget < 1:
             return False
-        if request is not self.scheduler.waiting.peek():
-            self.scheduler.waiting.remove(request)
-            if self._admit(request, num_tokens, reserve_tokens):
-                return True
-            self.scheduler.waiting.put_back(request)
+        if not self._admit(request, num_tokens, reserve_tokens):
             return False
-        if self._admit(request, num_tokens, reserve_tokens):
-            self.scheduler.waiting.pop()
-            return True
-        return False
+        waiting = self.scheduler.waiting
+        if request is waiting.peek():
+            waiting.pop()
+            self.scheduler.head_blocked = False
+        else:
+            waiting.remove(request)
+        return True
 
     def preempt(self, request: Request) -> None:
         """Send a running request back to the queue and undo what this step had scheduled for it."""
@@ -288,7 +287,8 @@ class Step:
     def _admit(self, request: Request, num_tokens: int | None, reserve_tokens: int) -> bool:
         scheduler, seqs, config = self.scheduler, self.seqs, self.config
         size, pool = config.page_tokens, seqs.pool
-        if scheduler.head_blocked and num_tokens is None and request is scheduler.waiting.peek():
+        is_head = request is scheduler.waiting.peek()
+        if scheduler.head_blocked and num_tokens is None and is_head:
             return False
         if request.stale_tokens:
             return False
@@ -298,7 +298,7 @@ class Step:
         watermark = scheduler.watermark_pages if seqs.order else 0
         room = pool.num_free - evictable - watermark
         if config.reserve_full_isl and -(-request.num_tokens // size) - len(hit) > room:
-            scheduler.head_blocked = True
+            scheduler.head_blocked |= is_head
             return False
         budget = min(self.token_budget, self._input_budget - self._draft_slots)
         count = request.num_tokens - cached
@@ -322,7 +322,7 @@ class Step:
         end = min(max(cached + count + config.lookahead_tokens, reserve_tokens), config.max_model_len)
         lacking = max(-(-end // size) - len(hit), 0)
         if lacking > room:
-            scheduler.head_blocked = True
+            scheduler.head_blocked |= is_head
             return False
         if hit:
             pool.share(hit)
