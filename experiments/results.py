@@ -236,10 +236,10 @@ def _date(date: datetime | str | None) -> str:
 
 
 def _request_rate(record: RunRecord) -> float | str:
-    """The configured rate, else the offered one; "inf" when everything was sent at once."""
+    """The configured rate, else the offered one; "inf" for a closed loop, or when all was sent at once."""
     rate = meta_value(record, "request_rate")
     if rate is None:
-        rate = offered_rate(record)
+        rate = offered_rate(record) if meta_value(record, "max_concurrency") is None else "inf"
     return "inf" if isinstance(rate, str) or math.isinf(rate) else float(rate)
 
 
