@@ -51,20 +51,29 @@ class CsvFile:
         """Line numbers and the wanted columns' cells of successive groups of rows; blank lines are left out
         and a row that is too short has empty cells."""
         text, start, line = self._text, self._start, self._first_line
-        width = max(self._index) + 1
+        quoted = '"' in text
         while start < len(text):
-            end = len(text) if '"' in text else text.find("\n", start + _CHUNK_CHARS) + 1 or len(text)
-            part = text[start:end].split("\n")
-            numbered = [(number, row) for number, row in self._reader(part, line) if row]
-            for _, row in numbered:
-                if len(row) < width:
-                    row.extend([""] * (width - len(row)))
-                elif len(row) == 1 and not row[0].strip():
-                    row[0] = ""
-            lines = [number for number, row in numbered]
-            yield lines, [[row[i] for _, row in numbered] for i in self._index]
-            line += len(part) - 1
+            end = len(text) if quoted else text.find("\n", start + _CHUNK_CHARS) + 1 or len(text)
+            part = text[start:end].removesuffix("\n").split("\n")
+            yield (None if quoted else self._plain(part, line)) or self._parsed(part, line)
+            line += len(part)
             start = end
+
+    def _plain(self, part: list[str], line: int) -> tuple[list[int], list[list[str]]] | None:
+        """Rows without quotes and of equal width, as in every public trace: no list for each row, five times as
+        fast. None when they are not."""
+        commas = part[0].count(",")
+        if commas < max(1, *self._index) or {row.count(",") for row in part} != {commas}:
+            return None
+        cells = ",".join(part).split(",")
+        return list(range(line, line + len(part))), [cells[i :: commas + 1] for i in self._index]
+
+    def _parsed(self, part: list[str], line: int) -> tuple[list[int], list[list[str]]]:
+        rows = [(n, row) for n, row in self._reader(part, line) if len(row) > 1 or (row and row[0].strip())]
+        width = max(self._index) + 1
+        for _, row in rows:
+            row.extend([""] * (width - len(row)))
+        return [number for number, _ in rows], [[row[i] for _, row in rows] for i in self._index]
 
     def _reader(self, lines: list[str], first: int) -> Iterator[tuple[int, list[str]]]:
         reader = csv.reader(lines)

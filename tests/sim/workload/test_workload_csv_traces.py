@@ -240,3 +240,28 @@ def test_lengths_round_trip(tmp_path: Path, pairs: list[tuple[int, int]]) -> Non
     read = read_lengths(azure(tmp_path, text))
     assert list(zip(read.prompt_tokens.tolist(), read.output_tokens.tolist(), strict=True)) == pairs
     assert read.time_s is None
+
+
+PLAIN = CELLS.filter(lambda cell: '"' not in cell)
+
+
+@given(st.lists(st.tuples(TIMES, PLAIN, PLAIN), min_size=1, max_size=6))
+@same_file
+def test_quotes_change_nothing(tmp_path: Path, cells: list[tuple[str, str, str]]) -> None:
+    """The fast path for plain rows and the careful one give the same rows, warnings and errors."""
+    outcomes = []
+    for quote in ("", '"'):
+        text = HEADER + "\n".join(",".join(f"{quote}{cell}{quote}" for cell in row) for row in cells)
+        try:
+            rows = read_azure(azure(tmp_path, text))
+        except UsageError as error:
+            outcomes.append(str(error))
+        else:
+            assert rows.time_s is not None
+            outcomes.append(repr((rows.time_s, rows.prompt_tokens, rows.output_tokens, rows.warnings)))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_row_of_empty_cells_is_counted(tmp_path: Path) -> None:
+    rows = read_azure(azure(tmp_path, HEADER + "2023-11-16 18:15:46,5,1\n,,\n  \n"))
+    assert rows.warnings == ("1 of 2 rows dropped: TIMESTAMP is empty or NaN",)
