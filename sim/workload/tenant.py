@@ -160,7 +160,7 @@ def _turns_and_times(
     is_curve = spec.rate_points is not None or spec.daily_curve is not None
     limit, num_sessions = tenant.num_prompts, arrivals.count_for(spec)
     start_s: Floats | None = None
-    if limit is None and is_curve:
+    if is_curve and (limit is None or spec.duration_s is not None):
         start_s = arrivals.draw(spec, None, streams.arrivals)
         num_sessions = len(start_s)
     elif limit is None and num_sessions is None:
@@ -175,7 +175,6 @@ def _turns_and_times(
         start_s = (
             np.zeros(len(turns)) if spec.from_trace else arrivals.draw(spec, len(turns), streams.arrivals)
         )
-    turns = turns[: len(start_s)]
     if not len(turns):
         raise UsageError(
             f"tenant {tenant.name!r} sends no request; raise the rate, the duration or --num-prompts"

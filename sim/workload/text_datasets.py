@@ -62,6 +62,11 @@ def token_counter(tokenizer: Path | None) -> tuple[TokenCounter, str]:
     return count, f"tokenizer: {path}"
 
 
+def _estimated(how: str) -> list[str]:
+    """Says so when lengths are no tokenizer's."""
+    return [f"token counts are an {how}; a tokenizer file counts exactly"] if how == ESTIMATE else []
+
+
 def read_sharegpt(spec: ShareGptSpec) -> Rows:
     """Questions and answers of conversations; see `ShareGptSpec` for what is dropped."""
     path = spec.path
@@ -96,7 +101,7 @@ def read_sharegpt(spec: ShareGptSpec) -> Rows:
     if spec.output_len is not None:
         output = np.full(len(prompt), spec.output_len, dtype=np.int64)
     kept = _kept(spec, prompt, output, np.array(conversation), empty, drops)
-    warnings = drops.warnings("conversations")
+    warnings = drops.warnings("conversations") + _estimated(how)
     if not kept.any():
         raise UsageError(f"{path}: no usable conversations ({'; '.join(warnings) or 'empty list'})")
     numbers = (
@@ -179,7 +184,7 @@ def read_custom(spec: CustomSpec) -> Rows:
     time = _arrivals(objects, lines, path, reasons)
     ends, streams = _prefixes(objects, lines, path, prompt)
     kept = np.flatnonzero(drops.keep(reasons))
-    warnings = drops.warnings()
+    warnings = drops.warnings() + _estimated(meta.get("token_count", ""))
     if not len(kept):
         raise UsageError(
             f"{path}: no usable rows ({'; '.join(warnings) or 'no lines'}); give a file with requests"

@@ -265,3 +265,8 @@ def test_quotes_change_nothing(tmp_path: Path, cells: list[tuple[str, str, str]]
 def test_a_row_of_empty_cells_is_counted(tmp_path: Path) -> None:
     rows = read_azure(azure(tmp_path, HEADER + "2023-11-16 18:15:46,5,1\n,,\n  \n"))
     assert rows.warnings == ("1 of 2 rows dropped: TIMESTAMP is empty or NaN",)
+
+
+def test_a_gap_of_months_is_pointed_out(tmp_path: Path) -> None:
+    rows = read_azure(azure(tmp_path, HEADER + "2023-11-16 18:15:46,5,1\n2024-02-24 18:15:46,6,1"))
+    assert rows.warnings == ("a gap of 100 days between two requests; check the timestamps",)

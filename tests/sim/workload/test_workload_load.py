@@ -344,3 +344,63 @@ def test_shared_prefix_tokens_are_the_pages_an_infinite_cache_finds(seed: int, p
         hit = next((i for i, key in enumerate(keys) if key not in cache), len(keys))
         assert found == min(hit, (int(workload.prompt_tokens[row]) - 1) // page) * page
         cache.update(keys)
+
+
+DATASETS = st.sampled_from(
+    [
+        RANDOM,
+        RANDOM | {"prefix_len": 48},
+        {"name": "prefix_repetition", "num_prefixes": 3, "prefix_len": 40, "suffix_len": 9, "output_len": 4},
+    ]
+)
+ARRIVALS = st.sampled_from(
+    [
+        {},
+        {"request_rate": 3, "burstiness": 0.3},
+        {"request_rate": 3, "duration_s": 9},
+        {"ramp_up_strategy": "exponential", "ramp_up_start_rps": 1, "ramp_up_end_rps": 9},
+        {"rate_points": [[0, 0], [5, 8], [10, 2]]},
+        {"daily_curve": "consumer", "request_rate": 2, "period_s": 30, "duration_s": 20, "burstiness": 4},
+    ]
+)
+OPTIONAL: dict[str, Any] = {
+    "num_prompts": st.integers(3, 60),
+    "sessions": st.sampled_from([{"turns_max": 4, "think_s": 2}, {"turns_min": 3, "turns_max": 3}]),
+    "shared_prefix": st.sampled_from([{"group": "a", "tokens": 33}, {"group": "b", "tokens": 64}]),
+    "priority": st.integers(-3, 3),
+}
+TENANTS = st.builds(
+    lambda fixed, more: fixed | more,
+    st.fixed_dictionaries({"dataset": DATASETS, "arrivals": ARRIVALS}),
+    st.fixed_dictionaries({}, optional=OPTIONAL),
+)
+
+
+@given(st.lists(TENANTS, min_size=1, max_size=3), st.integers(0, 99))
+@settings(deadline=None, max_examples=80)
+def test_every_workload_keeps_the_invariants_of_its_columns(tenants: list[dict[str, Any]], seed: int) -> None:
+    workload = load(*(tenant | {"name": str(i)} for i, tenant in enumerate(tenants)), seed=seed)
+    n = len(workload)
+    assert n > 0
+    assert all(
+        len(getattr(workload, name)) == n for name in ("prompt_tokens", "output_tokens", "after", "think_s")
+    )
+    assert (np.diff(workload.sent_s) >= 0).all()
+    assert workload.sent_s[0] >= 0
+    assert min(workload.prompt_tokens.min(), workload.output_tokens.min()) >= 1
+    assert (workload.after < np.arange(n)).all()
+    assert workload.segment_offsets[-1] == len(workload.segment_ends) == len(workload.segment_streams)
+    for row in range(n):
+        ends = workload.segment_ends[workload.segment_offsets[row] : workload.segment_offsets[row + 1]]
+        assert (np.diff(ends) > 0).all()
+        assert len(ends) == 0 or ends[-1] <= workload.prompt_tokens[row] + workload.output_tokens[row]
+    for index, tenant in enumerate(tenants):
+        assert int((workload.tenant == index).sum()) <= tenant.get("num_prompts", math.inf)
+    for column in (
+        workload.tenant,
+        workload.priority,
+        workload.after,
+        workload.segment_streams,
+        workload.segment_offsets,
+    ):
+        assert column.dtype == np.int64
