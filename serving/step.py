@@ -307,7 +307,7 @@ class Step:
             config.num_speculative_tokens
             and count == 1
             and not self._prefill_in_batch
-            and (self._rows or self._slots is not None or cached)
+            and (len(self._rows) > len(self._admitted) or self._slots is not None or cached)
             and cached + 2 + config.num_speculative_tokens <= config.max_model_len
         ):
             # Keeps the batch uniform for the decode graph: placeholder drafts that are never accepted.
