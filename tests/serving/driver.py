@@ -140,6 +140,7 @@ class Engine:
         """Deliver the outputs of the oldest step in flight; returns the ids that finished."""
         plan, owners = self.in_flight.pop(0)
         samples = [True] * len(owners) if plan.samples is None else plan.samples.tolist()
+        admitted = {a.request.id for a in plan.admitted}
         outputs: list[list[int]] = []
         stopped = np.zeros(len(owners), np.bool_)
         for row, request in enumerate(owners):
@@ -147,13 +148,15 @@ class Engine:
             produced: list[int] = []
             if samples[row] and not request.done:
                 drafts = int(plan.drafts[row]) if plan.drafts is not None else 0
-                accepted = min(self.accept(request.id, drafts), drafts) if drafts else 0
+                # The drafts of a request that has just been admitted are padding, which is never accepted.
+                padding = request.id in admitted
+                accepted = 0 if padding or not drafts else min(self.accept(request.id, drafts), drafts)
                 produced = [answer_token(request.id, len(answer) + i) for i in range(1 + accepted)]
                 stop_at = self.ends_with.get(request.id)
                 if stop_at is not None and stop_at < len(answer) + len(produced):
                     produced = produced[: stop_at - len(answer) + 1]
                     stopped[row] = True
-                answer += produced[: request.max_tokens - len(answer)]
+                answer += produced[: self.scheduler.finish_at(request) - request.prompt_tokens - len(answer)]
             outputs.append(produced)
         finished = self.scheduler.commit(plan, StepOutcome(tokens=outputs, stopped=stopped))
         if self.propose:
@@ -162,7 +165,13 @@ class Engine:
                     self.scheduler.propose(request, self.propose)
         if self.check:
             self.scheduler.check()
+            for request in owners:
+                assert self.known(request) == request.prompt_tokens + len(self.answers[request.id])
         return [request.id for request in finished]
+
+    def known(self, request: Request) -> int:
+        """Tokens of a request, prompt and answer, that the scheduler was told of."""
+        return int(self.scheduler.seqs.known[request.slot]) if request.slot >= 0 else request.num_tokens
 
     def pages(self, request_id: Any) -> list[int]:
         """Page table of a running request."""
