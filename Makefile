@@ -29,7 +29,8 @@ lint: $(VENV)/.dev ## Check style, types and the direction of imports
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.dev ## Measure speed (reads ../shared/data where there is one)
-	@$(BIN)/python -m pytest tests/benchmarks -o addopts="-q --strict-markers" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/benchmarks -o addopts="-q --strict-markers" \
+		--benchmark-timer=time.process_time --benchmark-columns=median,iqr,rounds --benchmark-sort=fullname $(PYTEST_ARGS)
 
 picture: demo ## Make docs/img/report.png from the demo's report (needs chromium)
 	@$(BIN)/python docs/img/screenshot.py $(DEMO)/report.html docs/img/report.png
