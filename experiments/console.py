@@ -6,9 +6,10 @@ Plain text when the output is not a terminal, never wider than 80 columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from experiments.results import METRICS
 from sim.latency import LatencyStats
 from sim.meta import meta_value
 from sim.metrics import Summary
@@ -39,15 +40,20 @@ STAGE_WORDS = {
 
 
 def print_run(
-    record: RunRecord, summary: Summary, verdict: Verdict | None = None, *, console: Console | None = None
+    record: RunRecord,
+    summary: Summary,
+    verdict: Verdict | None = None,
+    *,
+    console: Console | None = None,
+    metrics: Sequence[str] = METRICS,
 ) -> None:
-    """Print a run. The console defaults to standard output."""
+    """Print a run. The console defaults to standard output; `metrics` are the latencies to print."""
     from rich.console import Console
     from rich.text import Text
 
     out = console or Console()
     width = min(WIDTH, out.width)
-    for title, rows in sections(record, summary):
+    for title, rows in sections(record, summary, metrics):
         out.print(Text(f" {title} ".center(width, "="), style="bold"))
         for row in rows:
             out.print(_line(row, width), no_wrap=True, crop=True)
@@ -68,10 +74,14 @@ def print_run(
     out.print(Text("=" * width, style="bold"))
 
 
-def sections(record: RunRecord, summary: Summary) -> list[tuple[str, list[Row]]]:
+def sections(
+    record: RunRecord, summary: Summary, metrics: Sequence[str] = METRICS
+) -> list[tuple[str, list[Row]]]:
     """The table's titles and rows, as text."""
     out = [("Serving Benchmark Result", _headline(record, summary))]
     for name, short, title, formula in LATENCIES:
+        if name not in metrics:
+            continue
         out.append((title, _latency(short, getattr(summary, name), formula)))
     stages = [
         (

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 RESULT, RUN, REQUESTS, STEPS = "result.json", "run.json", "requests.parquet", "steps.parquet"
+METRICS = ("ttft", "tpot", "itl", "e2el")
 DETAILED_KEYS = (
     "input_lens",
     "output_lens",
@@ -70,17 +71,19 @@ def result_json(
     label: str | None = None,
     metadata: Mapping[str, str] | Sequence[str] = (),
     date: datetime | str | None = None,
+    metrics: Sequence[str] = METRICS,
 ) -> dict[str, Any]:
     """The result in the keys and order of `vllm bench serve --save-result`, then ours. Strict JSON values.
 
     `detailed` adds lists per request, in seconds, in order of sending. Latencies that do not exist are null.
+    `metrics` are those whose statistics are wanted.
     """
 
     def fact(key: str, default: Any = None) -> Any:
         return meta_value(record, key, default)
 
     head = {
-        "date": _date(date),
+        "date": result_date(date),
         "endpoint_type": "sim",
         "backend": "sim",
         "label": label if label is not None else fact("label"),
@@ -107,7 +110,7 @@ def result_json(
         "max_output_tokens_per_s": summary.max_output_tokens_per_s,
         "max_concurrent_requests": summary.max_concurrent_requests,
     }
-    for name in ("ttft", "tpot", "itl", "e2el"):
+    for name in metrics:
         body |= _stats_ms(name, getattr(summary, name))
     ours = _ours(record, summary, verdict)
     extra = _metadata(metadata, known={*head, *traffic, *body, *ours, *DETAILED_KEYS})
@@ -128,6 +131,7 @@ def save_run(
     label: str | None = None,
     metadata: Mapping[str, str] | Sequence[str] = (),
     date: datetime | str | None = None,
+    metrics: Sequence[str] = METRICS,
 ) -> list[Path]:
     """Write a run into a folder, made if missing, and return the files in the order they were written.
 
@@ -136,17 +140,17 @@ def save_run(
     """
     folder = Path(out_dir)
     result = result_json(
-        record, summary, verdict=verdict, detailed=detailed, label=label, metadata=metadata, date=date
+        record,
+        summary,
+        verdict=verdict,
+        detailed=detailed,
+        label=label,
+        metadata=metadata,
+        date=date,
+        metrics=metrics,
     )
-    paths = [folder / filename, folder / RUN, folder / REQUESTS]
+    paths = [save_result(result, folder / filename, append=append), folder / RUN, folder / REQUESTS]
     with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(result, allow_nan=False)
-        if append and paths[0].exists() and paths[0].stat().st_size:
-            with paths[0].open("a", encoding="utf-8") as out:
-                out.write("\n" + text)
-        else:
-            paths[0].write_text(text, encoding="utf-8")
         what = json.dumps(_strict(run_json(record)), indent=1, allow_nan=False)
         paths[1].write_text(what + "\n", encoding="utf-8")
         _write_parquet(request_columns(record), paths[2])
@@ -154,6 +158,20 @@ def save_run(
             paths.append(folder / STEPS)
             _write_parquet(record.steps.columns(), paths[-1])
     return paths
+
+
+def save_result(result: Mapping[str, Any], path: str | Path, *, append: bool = False) -> Path:
+    """Write one result JSON, or add it on a line of its own, and return the path. Raises UsageError."""
+    target = Path(path)
+    text = json.dumps(result, allow_nan=False)
+    with writable(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if append and target.exists() and target.stat().st_size:
+            with target.open("a", encoding="utf-8") as out:
+                out.write("\n" + text)
+        else:
+            target.write_text(text, encoding="utf-8")
+    return target
 
 
 def load_run(folder: str | Path, filename: str = RESULT) -> SavedRun:
@@ -226,7 +244,8 @@ def _write_parquet(columns: Mapping[str, np.ndarray[Any, Any]], path: Path) -> N
     pq.write_table(pa.table(arrays), path, compression="zstd")
 
 
-def _date(date: datetime | str | None) -> str:
+def result_date(date: datetime | str | None = None) -> str:
+    """The date of a result: as given, else SOURCE_DATE_EPOCH in UTC, else now."""
     if isinstance(date, str):
         return date
     if date is None:
