@@ -1,0 +1,100 @@
+"""The command line: `tokentwin COMMAND --help`. Commands load when they run; errors are one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from serving.errors import TokenTwinError, UsageError
+from tokentwin import __version__
+
+USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+"""Exit codes besides 0 (done), 1 (failed, or a request was lost) and 3 (--fail-on-slo missed)."""
+
+COMMANDS = (
+    ("simulate", "simulate:simulate", "Run a workload on a deployment and judge it."),
+    ("memory", "memory:memory", "Work out where a GPU's memory goes and how many KV pages are left."),
+    ("conformance", "conformance:conformance", "Replay recorded vLLM schedules and compare every decision."),
+)
+GROUPS = (
+    (
+        "workload",
+        "Traffic by itself.",
+        (("describe", "workload:describe", "Summarise a workload in numbers."),),
+    ),
+    (
+        "profile",
+        "Device profiles.",
+        (
+            ("list", "shelf:list_profiles", "The shipped profiles."),
+            ("show", "shelf:show_profile", "Facts, coefficients, fit errors and hull of a profile."),
+        ),
+    ),
+    (
+        "model",
+        "Model shapes.",
+        (
+            ("list", "shelf:list_models", "The shipped models."),
+            ("show", "shelf:show_model", "Dimensions, parameters and bytes of a model."),
+        ),
+    ),
+    (
+        "calibrate",
+        "Make a device profile of measurements.",
+        (("fit", "calibrate:fit", "Fit a profile to tables of kernel timings."),),
+    ),
+)
+
+
+def make_app() -> App:
+    """The command tree; no command's module is imported yet."""
+    app = App(
+        name="tokentwin",
+        help="A discrete-event twin of LLM serving: will this deployment keep its TTFT and TPOT promises?",
+        version=__version__,
+        version_flags=["--version"],
+    )
+    for name, where, words in COMMANDS:
+        app.command(f"tokentwin.commands.{where}", name=name, help=words)
+    for group, words, commands in GROUPS:
+        inner = App(name=group, help=words)
+        for name, where, text in commands:
+            inner.command(f"tokentwin.commands.{where}", name=name, help=text)
+        app.command(inner)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = make_app()(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except (TokenTwinError, CycloptsError) as error:
+        return _fail(str(error), error.exit_code if isinstance(error, TokenTwinError) else USAGE)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was kept", INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except UnicodeDecodeError as error:
+        return _fail(f"a file is not UTF-8 text: {error}", UsageError.exit_code)
+    except OSError as error:
+        if error.filename is None and error.strerror is None:
+            raise
+        where = f" {error.filename}" if error.filename is not None else ""
+        return _fail(f"cannot use{where}: {error.strerror}", UsageError.exit_code)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    sys.stderr.write(f"error: {line}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

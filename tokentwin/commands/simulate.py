@@ -1,0 +1,56 @@
+"""`tokentwin simulate`: a workload on a deployment; a table and a verdict on the terminal, files where asked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments.console import print_run
+from tokentwin.config_file import print_config, with_config
+from tokentwin.flag_tables import DEPLOYMENT, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
+from tokentwin.flags import takes
+from tokentwin.job import Job, make_job, run_job
+from tokentwin.outputs import Outputs
+from tokentwin.progress import progress_bar
+from tokentwin.run import Run
+
+LOST, SLO_MISSED, INTERRUPTED = 1, 3, 130
+
+
+@takes(DEPLOYMENT, TRAFFIC, PROMISES, RUN, OUTPUT)
+def simulate(**flags: Any) -> int:
+    """Run a workload on a deployment in simulated time, print its latencies and say whether it keeps its promises.
+
+    Example: tokentwin simulate --model llama-3.1-8b --gpu h200 --dataset-name random --request-rate 20
+    --goodput ttft:500 tpot:50 --slo p95_ttft:500 p95_tpot:50 -o runs/first
+    """
+    given = with_config(flags, SIMULATE)
+    outputs = Outputs.of(given)
+    job = make_job(given)
+    if given.get("print_config"):
+        sys.stdout.write(print_config(given, job.built))
+        return 0
+    outputs.check()
+    with progress_bar(silent=bool(given.get("disable_tqdm"))) as bar:
+        run = run_job(job, argv=["tokentwin", *sys.argv[1:]], label=given.get("label"), progress=bar)
+    print_run(run.record, run.summary, run.verdict, metrics=outputs.metrics)
+    _say_files(outputs.write(run))
+    return exit_code(run, job, fail_on_slo=bool(given.get("fail_on_slo")))
+
+
+def exit_code(run: Run, job: Job, *, fail_on_slo: bool) -> int:
+    """130 interrupted, 1 a request was lost, 3 an SLO missed with --fail-on-slo, otherwise 0."""
+    if run.record.interrupted:
+        return INTERRUPTED
+    if run.num_lost and job.until_s == float("inf"):
+        return LOST
+    if fail_on_slo and run.verdict.meets_slos is False:
+        return SLO_MISSED
+    return 0
+
+
+def _say_files(paths: list[Path]) -> None:
+    for folder in dict.fromkeys(path.parent for path in paths):
+        names = ", ".join(path.name for path in paths if path.parent == folder)
+        sys.stdout.write(f"Wrote to {folder}: {names}\n")

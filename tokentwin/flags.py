@@ -1,0 +1,87 @@
+"""Flags as data: one row says a flag's name, type, aliases and help. Signatures, config files and the Python API
+all read these rows, so that a flag exists once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from serving.errors import UsageError, nearest
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag. `name` has underscores, as in Python and in config files; the command line writes dashes."""
+
+    name: str
+    kind: Any
+    """Type of a given value; a flag that is not given is None."""
+    help: str
+    group: str = "Options"
+    aliases: tuple[str, ...] = ()
+    default: str | None = None
+    """What holds when the flag is not given, in words."""
+
+    @property
+    def option(self) -> str:
+        """`--max-num-seqs` for `max_num_seqs`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def several(self) -> bool:
+        """Whether it takes a list of values."""
+        return bool(self.kind == list[str])
+
+
+def takes(*tables: Iterable[Flag]) -> Callable[[Command], Command]:
+    """Give a command `def f(**flags)` the flags of `tables` as its keyword-only parameters, None by default."""
+    flags = [flag for table in tables for flag in table]
+
+    def decorate(command: Command) -> Command:
+        own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        given = [_parameter(flag) for flag in flags]
+        command.__signature__ = inspect.Signature([*own, *given])  # type: ignore[attr-defined]
+        command.__annotations__ = {
+            **{p.name: command.__annotations__[p.name] for p in own},
+            **{p.name: p.annotation for p in given},
+        }
+        return command
+
+    return decorate
+
+
+def _parameter(flag: Flag) -> inspect.Parameter:
+    from cyclopts import Group, Parameter
+
+    how = Parameter(
+        help=flag.help,
+        alias=flag.aliases,
+        group=Group(flag.group, sort_key=_order(flag)),
+        show_default=flag.default if flag.default is not None else False,
+        consume_multiple=flag.several,
+        negative_iterable=(),
+    )
+    annotation = Annotated[flag.kind | None, how]
+    return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+GROUPS = ("Deployment", "Traffic", "Arrivals", "Datasets", "Promises", "Run", "Output")
+"""Groups of flags in the order in which help prints them."""
+
+
+def _order(flag: Flag) -> int:
+    return GROUPS.index(flag.group) if flag.group in GROUPS else len(GROUPS)
+
+
+def find(name: str, flags: Mapping[str, Flag], where: str) -> Flag:
+    """The flag that `name` means (dashes or underscores, aliases too). Raises UsageError with the nearest."""
+    plain = name.strip().lstrip("-").replace("-", "_")
+    for flag in flags.values():
+        if plain == flag.name or plain in (a.lstrip("-").replace("-", "_") for a in flag.aliases):
+            return flag
+    raise UsageError(f"{where}: unknown key {name!r}; {nearest(plain, flags)}")

@@ -1,0 +1,177 @@
+"""From flags to a run: the deployment, the workload, the promises; checked together before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from serving.errors import UsageError
+from sim.deployment import Built, Deployment, build
+from sim.deployment import simulate as simulate_deployment
+from sim.latency import DEFAULT_PERCENTILES
+from sim.metrics import summarise
+from sim.slo import Goodput, Slo, parse_goodput, parse_slo
+from sim.verdict import verdict
+from sim.workload import Workload, WorkloadSpec, load_workload, spec_from_flags
+from sim.workload.files import Location, explain
+from sim.workload.flags import known_flags
+from sim.world import Progress
+from tokentwin.flag_tables import DEPLOYMENT
+from tokentwin.interrupt import between_events
+from tokentwin.provenance import VERSION, git_commit
+from tokentwin.run import Run
+
+DEPLOYMENT_NAMES = tuple(flag.name for flag in DEPLOYMENT)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `tokentwin simulate` was asked for, worked out. Nothing has been simulated yet."""
+
+    built: Built
+    workload: WorkloadSpec | Workload
+    goodput: Goodput = field(default_factory=Goodput)
+    slos: tuple[Slo, ...] = ()
+    percentiles: tuple[float, ...] = DEFAULT_PERCENTILES
+    seed: int = 0
+    fast_forward: bool = True
+    until_s: float = math.inf
+
+
+def make_job(
+    flags: Mapping[str, Any],
+    *,
+    deployment: Deployment | None = None,
+    workload: WorkloadSpec | Workload | None = None,
+) -> Job:
+    """A job from flags by name (underscores; None is not given); `deployment` and `workload` stand in for theirs.
+
+    Raises UsageError for anything that cannot be, InfeasibleError where the model does not fit.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    seed = int(given.get("seed", 0))
+    if seed < 0:
+        raise UsageError(f"--seed must not be negative, got {seed}")
+    until_s = float(given.get("until", math.inf))
+    if not until_s > 0:
+        raise UsageError(f"--until must be a positive number of seconds, got {until_s:g}")
+    goodput = _goodput(given.get("goodput"))
+    slos = parse_slo(_items(given.get("slo")))
+    if given.get("fail_on_slo") and not slos:
+        raise UsageError("--fail-on-slo has no effect without --slo; add one such as --slo p95_ttft:500")
+    percentiles = parse_percentiles(given.get("metric_percentiles"))
+    built = build(make_deployment(given, deployment))
+    if workload is None:
+        workload = make_spec(given)
+    else:
+        extra = sorted((known_flags() - {"goodput"}) & set(given))
+        if extra:
+            raise UsageError(f"{extra[0]} has no effect on a workload that is given; set it in the workload")
+    return Job(
+        built, workload, goodput, slos, percentiles, seed, bool(given.get("fast_forward", True)), until_s
+    )
+
+
+def make_deployment(flags: Mapping[str, Any], base: Deployment | None = None) -> Deployment:
+    """The deployment of the flags, over `base` where there is one. Errors name the flag."""
+    given = {name: flags[name] for name in DEPLOYMENT_NAMES if flags.get(name) is not None}
+    content = {**(base.model_dump() if base is not None else {}), **given}
+    if "model" not in content:
+        raise UsageError("--model is missing; name one (tokentwin model list) or give a config.json")
+    try:
+        return Deployment.model_validate(content)
+    except ValidationError as error:
+        raise UsageError(explain(error, _flag_of)) from None
+
+
+def _flag_of(location: Location) -> str:
+    return "--" + str(location[0]).replace("_", "-") if location else ""
+
+
+def make_spec(flags: Mapping[str, Any]) -> WorkloadSpec:
+    """The workload of the traffic flags, `goodput` limits among them."""
+    traffic = {name: value for name, value in flags.items() if name in known_flags() and value is not None}
+    if "goodput" in traffic:
+        limits = _goodput(traffic["goodput"]).limits_s()
+        traffic["goodput"] = {name: limit_s * 1000 for name, limit_s in limits.items()}
+    return spec_from_flags(traffic)
+
+
+def run_job(
+    job: Job,
+    *,
+    argv: Sequence[str] = (),
+    label: str | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Run:
+    """Simulate a job and judge the result. After a Ctrl-C the run holds what happened so far."""
+    workload = job.workload
+    if isinstance(workload, WorkloadSpec):
+        workload = load_workload(workload, seed=job.seed)
+    with between_events(progress) as told:
+        record = simulate_deployment(
+            workload, job.built, fast_forward=job.fast_forward, progress=told, until_s=job.until_s
+        )
+    record = replace(record, meta={**_meta(job, workload, argv, label), **record.meta})
+    summary = summarise(record, percentiles=job.percentiles, goodput=job.goodput, slos=job.slos)
+    return Run(record, summary, verdict(record, summary, job.slos), job.built, len(workload))
+
+
+def _meta(job: Job, workload: Workload, argv: Sequence[str], label: str | None) -> dict[str, Any]:
+    """What the results file says of a run, beside what `sim.deployment.simulate` writes."""
+    d = job.built.deployment
+    rates = ("request_rate", "burstiness")
+    known: dict[str, Any] = {name: workload.meta[name] for name in rates if name in workload.meta}
+    return {
+        "argv": list(argv),
+        "version": VERSION,
+        "git_commit": git_commit(),
+        "seed": job.seed,
+        "label": label,
+        "model_id": job.built.model.name,
+        "tokenizer_id": job.built.model.name,
+        "gpu": job.built.profile.name,
+        "tensor_parallel_size": d.tensor_parallel_size,
+        "data_parallel_size": d.data_parallel_size,
+        "max_concurrency": workload.closed_loop.max_concurrency if workload.closed_loop else None,
+        **known,
+        "slos": {slo.name: slo.limit_s for slo in job.slos},
+        "goodput_s": job.goodput.limits_s(),
+        "percentiles": list(job.percentiles),
+        "fast_forward": job.fast_forward,
+        "until_s": job.until_s if math.isfinite(job.until_s) else None,
+    }
+
+
+def parse_percentiles(text: str | Sequence[float] | None) -> tuple[float, ...]:
+    """`"50,90,95,99"`, as `vllm bench serve` takes them. Raises UsageError."""
+    if text is None:
+        return DEFAULT_PERCENTILES
+    parts = text.split(",") if isinstance(text, str) else list(text)
+    try:
+        values = tuple(float(part) for part in parts)
+    except ValueError:
+        raise UsageError(f"--metric-percentiles must look like 50,90,95,99, got {text!r}") from None
+    if not values or not all(0 < value <= 100 for value in values):
+        raise UsageError(f"--metric-percentiles must lie above 0 and up to 100, got {text!r}")
+    return tuple(sorted(set(values)))
+
+
+def _items(value: str | Sequence[str] | None) -> list[str]:
+    """A list of words from a list, or from one text with spaces or commas."""
+    if value is None:
+        return []
+    parts = [value] if isinstance(value, str) else list(value)
+    return [word for part in parts for word in part.replace(",", " ").split()]
+
+
+def _goodput(value: Any) -> Goodput:
+    if isinstance(value, Goodput):
+        return value
+    if isinstance(value, Mapping):
+        value = [f"{name}:{limit}" for name, limit in value.items()]
+    return parse_goodput(_items(value))

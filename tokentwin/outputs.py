@@ -1,0 +1,126 @@
+"""What a run writes and where: the folder of `-o`, and the single JSON file of `vllm bench serve --save-result`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.results import METRICS, result_date, result_json, save_result, writable
+from serving.errors import UsageError, nearest
+from tokentwin.run import Run
+
+NEEDS_SAVE_RESULT = ("append_result", "result_dir", "result_filename")
+NEEDS_A_FILE = ("save_detailed", "metadata", "label", "plot_timeline", "date")
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The output flags, checked against one another."""
+
+    output_dir: Path | None = None
+    save_result: bool = False
+    save_detailed: bool = False
+    append_result: bool = False
+    result_dir: Path = Path()
+    result_filename: str | None = None
+    metadata: tuple[str, ...] = ()
+    label: str | None = None
+    plot_timeline: bool = False
+    date: str | None = None
+    metrics: tuple[str, ...] = METRICS
+
+    @classmethod
+    def of(cls, flags: Mapping[str, Any]) -> Outputs:
+        """From flags by name. Raises UsageError for a flag that would have no effect."""
+        given = {name: flags[name] for name in flags if flags[name] not in (None, False)}
+        for name in NEEDS_SAVE_RESULT:
+            if name in given and "save_result" not in given:
+                raise UsageError(f"{_option(name)} has no effect without --save-result; add it")
+        for name in NEEDS_A_FILE:
+            if name in given and "save_result" not in given and "output_dir" not in given:
+                raise UsageError(
+                    f"{_option(name)} has no effect without -o or --save-result; add one of them"
+                )
+        if "append_result" in given and "result_filename" not in given:
+            raise UsageError("--append-result needs --result-filename, the file to add to")
+        names = {f: given[f] for f in cls.__slots__ if f in given and f not in ("metrics", "metadata")}
+        return cls(**names, metadata=tuple(given.get("metadata", ())), metrics=_metrics(given))
+
+    def check(self) -> None:
+        """Make the folders and fail now rather than after the simulation. Raises UsageError."""
+        folders = [self.output_dir] if self.output_dir is not None else []
+        if self.save_result:
+            folders.append(self.result_dir)
+        for folder in folders:
+            with writable(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                if not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(13, "Permission denied")
+
+    def write(self, run: Run) -> list[Path]:
+        """Write the files and return them in the order they were written."""
+        paths: list[Path] = []
+        date = result_date(self.date)
+        if self.output_dir is not None:
+            paths += run.save(
+                self.output_dir,
+                detailed=self.save_detailed,
+                label=self.label,
+                metadata=self.metadata,
+                date=date,
+                metrics=self.metrics,
+            )
+        if self.save_result:
+            path = self.result_dir / (self.result_filename or _file_name(run, self.label, date))
+            result = result_json(
+                run.record,
+                run.summary,
+                verdict=run.verdict,
+                detailed=self.save_detailed,
+                label=self.label,
+                metadata=self.metadata,
+                date=date,
+                metrics=self.metrics,
+            )
+            paths.append(save_result(result, path, append=self.append_result))
+        if self.plot_timeline:
+            from experiments.timeline import write_timeline
+
+            beside = paths[-1] if self.save_result else paths[0]
+            paths.append(write_timeline(run.record, beside.with_name(beside.stem + ".timeline.html")))
+        return paths
+
+
+def _metrics(given: Mapping[str, Any]) -> tuple[str, ...]:
+    text = given.get("percentile_metrics")
+    if text is None:
+        return METRICS
+    names = [name.strip().lower() for name in str(text).split(",") if name.strip()]
+    for name in names:
+        if name not in METRICS:
+            raise UsageError(f"--percentile-metrics: unknown metric {name!r}; {nearest(name, METRICS)}")
+    if not names:
+        raise UsageError(f"--percentile-metrics names none; known: {', '.join(METRICS)}")
+    return tuple(name for name in METRICS if name in names)
+
+
+def _file_name(run: Run, label: str | None, date: str) -> str:
+    """`vllm bench serve`'s: label or backend, rate, concurrency, model and date."""
+    meta = run.record.meta
+    rate = meta.get("request_rate")
+    limit = meta.get("max_concurrency")
+    parts = [
+        label or "sim",
+        f"{rate if rate is not None else 'trace'}qps",
+        *([f"concurrency{limit}"] if limit is not None else []),
+        str(meta["model_id"]).rsplit("/", 1)[-1],
+        date,
+    ]
+    return "-".join(parts) + ".json"
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
