@@ -61,7 +61,7 @@ class PagePool:
         assert count <= self.num_free, f"{count} pages asked of {self.num_free} free"
         self.num_free -= count
         front = self._front
-        if front:
+        if front and count:
             from_front = front[: -count - 1 : -1]
             del front[-len(from_front) :]
             missing = count - len(from_front)
