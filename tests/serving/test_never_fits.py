@@ -1,4 +1,4 @@
-"""Where vLLM hangs or livelocks, and this scheduler must not: requests that can never fit, and pools that are too small."""
+"""Where vLLM hangs or livelocks and this scheduler must not: requests that can never fit, pools that are too small."""
 
 from __future__ import annotations
 
