@@ -44,9 +44,11 @@ class Deployment(BaseModel):
     router: str = "round_robin"
     """How requests are spread over replicas: round_robin, least_outstanding or central."""
     dtype: str = "bfloat16"
+    """Format of weights and activations: bfloat16, float16 or auto."""
     quantization: str | None = None
     """Weight format: fp8, fp8_block, int8_wo, int4_wo and others that the profile has prices for."""
     kv_cache_dtype: str = "auto"
+    """Format of the KV cache: auto (16 bit), fp8, int8 or int4."""
     policy: str = "chunked"
     """Batch policy: chunked (vLLM V1), continuous (whole prompts first), static, or my_module:MyPolicy."""
     scheduling_policy: Literal["fcfs", "priority", "sjf", "edf"] = "fcfs"
@@ -56,17 +58,23 @@ class Deployment(BaseModel):
     static_max_wait: float | None = Field(default=None, ge=0)
     """Policy static: seconds that the oldest request waits for its batch to fill (0.1 by default)."""
     max_num_seqs: int | None = Field(default=None, ge=1)
+    """Sequences that may run at once; by default as vLLM sets it for the device: 1024 (H100 or larger) or 256."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens a step may compute; by default as vLLM sets it for the device: 2048, 8192 or 16384."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt and answer together; the model's own limit by default, less where the KV cache is smaller."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
+    """Share of the device's memory that the engine may use."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV page."""
     num_gpu_blocks_override: int | None = Field(default=None, ge=2)
     """KV pages per replica, instead of what memory has room for."""
     enable_prefix_caching: bool = True
+    """Keep the KV pages of prompts and use them again for equal beginnings."""
     enable_chunked_prefill: bool = True
+    """Cut prompts into chunks that fit the tokens of a step."""
     long_prefill_token_threshold: int = Field(default=0, ge=0)
+    """A longer chunk of a prompt is cut to this many tokens; 0 is off."""
     async_scheduling: bool | None = None
     """Plan the next step while the current one runs; on by default under policy chunked, as in vLLM."""
     semantics: Literal["vllm-0.33", "vllm-2025"] = "vllm-0.33"
