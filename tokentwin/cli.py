@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from serving.errors import TokenTwinError, UsageError
-from tokentwin import __version__
+from tokentwin.provenance import ARGV, VERSION
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 """Exit codes besides 0 (done), 1 (failed, or a request was lost) and 3 (--fail-on-slo missed)."""
@@ -54,7 +55,7 @@ def make_app() -> App:
     app = App(
         name="tokentwin",
         help="A discrete-event twin of LLM serving: will this deployment keep its TTFT and TPOT promises?",
-        version=__version__,
+        version=VERSION,
         version_flags=["--version"],
     )
     for name, where, words in COMMANDS:
@@ -70,13 +71,21 @@ def make_app() -> App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
+    ARGV.set(("tokentwin", *tokens))
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without the character still gets the numbers
     try:
         code = make_app()(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
-    except (TokenTwinError, CycloptsError) as error:
-        return _fail(str(error), error.exit_code if isinstance(error, TokenTwinError) else USAGE)
+    except TokenTwinError as error:
+        return _fail(str(error), error.exit_code)
+    except UnusedCliTokensError as error:
+        unused = " ".join(error.unused_tokens or ())
+        return _fail(f"unexpected {unused!r}; options start with --, and --help lists them", USAGE)
+    except CycloptsError as error:
+        return _fail(str(error), USAGE)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was kept", INTERRUPTED)
+        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE

@@ -66,7 +66,7 @@ def _parameter(flag: Flag) -> inspect.Parameter:
         consume_multiple=flag.several,
         negative_iterable=(),
     )
-    annotation = Annotated[flag.kind | None, how]
+    annotation: Any = Annotated[flag.kind | None, how]
     return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

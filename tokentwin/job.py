@@ -22,7 +22,7 @@ from sim.workload.flags import known_flags
 from sim.world import Progress
 from tokentwin.flag_tables import DEPLOYMENT
 from tokentwin.interrupt import between_events
-from tokentwin.provenance import VERSION, git_commit
+from tokentwin.provenance import ARGV, VERSION, git_commit
 from tokentwin.run import Run
 
 DEPLOYMENT_NAMES = tuple(flag.name for flag in DEPLOYMENT)
@@ -64,7 +64,10 @@ def make_job(
     if given.get("fail_on_slo") and not slos:
         raise UsageError("--fail-on-slo has no effect without --slo; add one such as --slo p95_ttft:500")
     percentiles = parse_percentiles(given.get("metric_percentiles"))
-    built = build(make_deployment(given, deployment))
+    planned = make_deployment(given, deployment)
+    if planned.data_parallel_size == 1 and given.get("router", "round_robin") != "round_robin":
+        raise UsageError("--router has no effect on one replica; set --data-parallel-size 2 or more")
+    built = build(planned)
     if workload is None:
         workload = make_spec(given)
     else:
@@ -104,7 +107,6 @@ def make_spec(flags: Mapping[str, Any]) -> WorkloadSpec:
 def run_job(
     job: Job,
     *,
-    argv: Sequence[str] = (),
     label: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Run:
@@ -116,18 +118,18 @@ def run_job(
         record = simulate_deployment(
             workload, job.built, fast_forward=job.fast_forward, progress=told, until_s=job.until_s
         )
-    record = replace(record, meta={**_meta(job, workload, argv, label), **record.meta})
+    record = replace(record, meta={**_meta(job, workload, label), **record.meta})
     summary = summarise(record, percentiles=job.percentiles, goodput=job.goodput, slos=job.slos)
     return Run(record, summary, verdict(record, summary, job.slos), job.built, len(workload))
 
 
-def _meta(job: Job, workload: Workload, argv: Sequence[str], label: str | None) -> dict[str, Any]:
+def _meta(job: Job, workload: Workload, label: str | None) -> dict[str, Any]:
     """What the results file says of a run, beside what `sim.deployment.simulate` writes."""
     d = job.built.deployment
     rates = ("request_rate", "burstiness")
     known: dict[str, Any] = {name: workload.meta[name] for name in rates if name in workload.meta}
     return {
-        "argv": list(argv),
+        "argv": list(ARGV.get()),
         "version": VERSION,
         "git_commit": git_commit(),
         "seed": job.seed,

@@ -1,14 +1,17 @@
-"""Where a result comes from: the version, and the commit of the checkout that made it."""
+"""Where a result comes from: the command, the version, and the commit of the checkout that made it."""
 
 from __future__ import annotations
 
 import subprocess
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 
 from tokentwin import __version__
 
 VERSION = __version__
+ARGV: ContextVar[tuple[str, ...]] = ContextVar("ARGV", default=())
+"""The command being run, program name first; empty outside the command line."""
 
 
 @lru_cache(maxsize=1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
-from experiments.console import print_run
+from experiments.console import WIDTH, print_run
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import DEPLOYMENT, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
 from tokentwin.flags import takes
@@ -33,7 +34,7 @@ def simulate(**flags: Any) -> int:
         return 0
     outputs.check()
     with progress_bar(silent=bool(given.get("disable_tqdm"))) as bar:
-        run = run_job(job, argv=["tokentwin", *sys.argv[1:]], label=given.get("label"), progress=bar)
+        run = run_job(job, label=given.get("label"), progress=bar)
     print_run(run.record, run.summary, run.verdict, metrics=outputs.metrics)
     _say_files(outputs.write(run))
     return exit_code(run, job, fail_on_slo=bool(given.get("fail_on_slo")))
@@ -53,4 +54,7 @@ def exit_code(run: Run, job: Job, *, fail_on_slo: bool) -> int:
 def _say_files(paths: list[Path]) -> None:
     for folder in dict.fromkeys(path.parent for path in paths):
         names = ", ".join(path.name for path in paths if path.parent == folder)
-        sys.stdout.write(f"Wrote to {folder}: {names}\n")
+        lines = textwrap.wrap(
+            names, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        )
+        sys.stdout.write("\n".join([f"Wrote to {folder}:", *lines]) + "\n")
