@@ -10,14 +10,14 @@ WORKERS ?= 2
 DEMO := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench picture format clean
+.PHONY: help demo test lint bench picture example format clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.base ## Simulate the bundled sample; table here, files in runs/demo
 	@$(BIN)/tokentwin simulate --model llama-3.1-8b --gpu h200 --dataset-name sample \
-		--slo p95_ttft:500 p95_tpot:50 --seed 0 -o $(DEMO)
+		--slo p95_ttft:500 p95_tpot:50 -o $(DEMO)
 
 test: $(VENV)/.dev ## Run the tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -33,7 +33,10 @@ bench: $(VENV)/.dev ## Measure speed (reads ../shared/data where there is one)
 		--benchmark-timer=time.process_time --benchmark-columns=median,iqr,rounds --benchmark-sort=fullname $(PYTEST_ARGS)
 
 picture: demo ## Make docs/img/report.png from the demo's report (needs chromium)
-	@$(BIN)/python docs/img/screenshot.py $(DEMO)/report.html docs/img/report.png
+	@$(BIN)/python docs/screenshot.py $(DEMO)/report.html docs/img/report.png
+
+example: $(VENV)/.dev ## Put the output of the first example into README.md
+	@$(BIN)/python docs/example.py
 
 format: $(VENV)/.dev ## Format the code
 	$(BIN)/ruff check --fix .
