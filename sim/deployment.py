@@ -20,7 +20,9 @@ from costmodel.profile import DeviceProfile, load_profile
 from serving.config import SchedulerConfig
 from serving.errors import InfeasibleError, UsageError
 from serving.policies import load_policy
+from sim.noise import StepNoise
 from sim.record import RunRecord, Status
+from sim.replica import Pricer
 from sim.workload.types import Workload
 from sim.world import Frontend, Progress, run_world
 
@@ -198,11 +200,14 @@ def simulate(
     fast_forward: bool = True,
     progress: Callable[[Progress], None] | None = None,
     until_s: float = float("inf"),
+    pricer: Pricer | None = None,
+    noise: StepNoise | None = None,
 ) -> RunRecord:
     """Run `workload` on `deployment` in simulated time and return what happened.
 
     Raises `UsageError` when not a single request can run, with the reason of the first. Interrupting it
-    (KeyboardInterrupt) returns what happened so far, marked `interrupted`.
+    (KeyboardInterrupt) returns what happened so far, marked `interrupted`. `pricer` stands in for the deployment's own
+    prices; `noise` jitters the device time of its steps.
     """
     built = deployment if isinstance(deployment, Built) else build(deployment)
     d = built.deployment
@@ -213,7 +218,7 @@ def simulate(
     record = run_world(
         workload,
         built.limits,
-        built.pricer,
+        pricer if pricer is not None else built.pricer,
         make_policy=lambda: load_policy(d.policy, **options),
         num_replicas=d.data_parallel_size,
         router=d.router,
@@ -223,6 +228,7 @@ def simulate(
         fast_forward=fast_forward,
         until_s=until_s,
         progress=progress,
+        noise=noise,
     )
     rejected = record.requests.status == Status.REJECTED
     if rejected.all() and len(rejected):
@@ -233,7 +239,9 @@ def simulate(
     warnings = [*built.warnings, *record.warnings]
     if rejected.any():
         first = record.requests.reason[int(np.flatnonzero(rejected)[0])]
-        warnings.append(f"{int(rejected.sum())} of {len(rejected)} requests rejected, the first because: {first}")
+        warnings.append(
+            f"{int(rejected.sum())} of {len(rejected)} requests rejected, the first because: {first}"
+        )
     meta = {
         **record.meta,
         "deployment": d.model_dump(mode="json"),

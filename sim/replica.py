@@ -20,6 +20,7 @@ from serving.request import Request
 from serving.scheduler import Scheduler
 from sim.clock import STEP, Clock
 from sim.log import RequestLog, StepLog
+from sim.noise import NoiseStream
 from sim.record import Floats, Status
 
 MAX_LEAP = 4096
@@ -59,6 +60,7 @@ class Replica:
         finished: Callable[[Request, float], None],
         *,
         fast_forward: bool = True,
+        noise: NoiseStream | None = None,
     ) -> None:
         self.clock = clock
         self.index = index
@@ -70,6 +72,7 @@ class Replica:
         self._requests = requests
         self._finished = finished
         self._fast_forward = fast_forward
+        self._noise = noise
         self.now_s = 0.0
         self._idle: Event | None = None
         self._leap_ends_s: Floats | None = None
@@ -144,7 +147,7 @@ class Replica:
             self._leave(plan)
             if not len(plan):
                 continue
-            gpu_s, host_s = self._price(plan)
+            gpu_s, host_s = self._price(plan, len(self.steps))
             start_s, end_s = self.now_s, self.now_s + (host_s + gpu_s)
             yield clock.at(end_s, self._priority)
             self.now_s = end_s
@@ -169,14 +172,14 @@ class Replica:
                     steps, gpu, np.maximum(gpu, host_s), host_s, context_sum, current
                 )
                 leap(scheduler, steps, current)
-                gpu_s = self._price(current)[0]
+                gpu_s = self._price(current, len(self.steps))[0]
             ahead = scheduler.plan(self.now_s)
             if ahead is not None:
                 self._admit(ahead)
             has_rows = ahead is not None and len(ahead) > 0
             if has_rows:
                 assert ahead is not None
-                next_gpu_s, next_host_s = self._price(ahead)
+                next_gpu_s, next_host_s = self._price(ahead, len(self.steps) + (current is not None))
             if current is None:
                 if ahead is not None:
                     self._leave(ahead)
@@ -198,7 +201,8 @@ class Replica:
             if has_rows:
                 gpu_s, host_s = next_gpu_s, next_host_s
 
-    def _price(self, plan: StepPlan) -> tuple[float, float]:
+    def _price(self, plan: StepPlan, step: int) -> tuple[float, float]:
+        """Device and host time of a plan that will be logged as step number `step`."""
         decodes = plan.num_decodes + plan.num_padding
         context_sum = plan.decode_context_sum + plan.num_padding * plan.decode_context_max
         gpu_s = self.pricer.step_s(
@@ -209,13 +213,16 @@ class Replica:
             context_sum,
             plan.decode_context_max,
         )
+        if self._noise is not None:
+            gpu_s = gpu_s * self._noise.at(step)
         return gpu_s, self.pricer.host_s(len(plan.slots) + plan.num_padding, plan.num_tokens)
 
     def _price_leap(self, plan: StepPlan, context_sum: int, context_max: int, steps: int) -> Floats:
         padding = plan.num_padding
-        return self.pricer.decode_run_s(
+        gpu_s = self.pricer.decode_run_s(
             len(plan) + padding, context_sum + padding * context_max, context_max, steps
         )
+        return gpu_s if self._noise is None else gpu_s * self._noise.run(len(self.steps), steps)
 
     def _steps_to_leap(self, plan: StepPlan, step_s: float) -> int:
         """Steps to leap over: about as many as fit before the next event, 0 where too few to be worth it."""

@@ -18,6 +18,7 @@ from serving.request import Request
 from serving.scheduler import Scheduler
 from sim.clock import Clock
 from sim.log import RequestLog, request_table, step_table
+from sim.noise import StepNoise
 from sim.record import Floats, RunRecord, Status
 from sim.replica import Pricer, Replica
 from sim.router import make_router
@@ -62,14 +63,23 @@ def run_world(
     fast_forward: bool = True,
     until_s: float = math.inf,
     progress: Callable[[Progress], None] | None = None,
+    noise: StepNoise | None = None,
 ) -> RunRecord:
     """Simulate `workload` until every request has ended, or until `until_s`.
 
-    Each replica has a scheduler and a policy of its own. KeyboardInterrupt ends the run early: the record then holds
-    what happened so far and is marked `interrupted`.
+    Each replica has a scheduler and a policy of its own; `noise` jitters the device time of its steps.
+    KeyboardInterrupt ends the run early: the record then holds what happened so far and is marked `interrupted`.
     """
     world = _World(
-        workload, config, pricer, make_policy, num_replicas, router, frontend or Frontend(), fast_forward
+        workload,
+        config,
+        pricer,
+        make_policy,
+        num_replicas,
+        router,
+        frontend or Frontend(),
+        fast_forward,
+        noise,
     )
     collecting = gc.isenabled()
     gc.disable()  # nothing here is cyclic garbage; collections would only walk the growing logs
@@ -92,6 +102,7 @@ class _World:
         router: str,
         frontend: Frontend,
         fast_forward: bool,
+        noise: StepNoise | None,
     ) -> None:
         self.workload = workload
         self.config = config
@@ -107,6 +118,7 @@ class _World:
                 self.log,
                 self._finished,
                 fast_forward=fast_forward,
+                noise=None if noise is None else noise.stream(index),
             )
             for index in range(num_replicas)
         ]
