@@ -269,12 +269,17 @@ class StepPricer:
         activations = model.num_layers * tokens * (4.0 * model.hidden_size + 3.0 * heads) * 2.0
         return flops, weights + head * 2.0 * (sampled > 0) + kv + activations
 
-    def extrapolations(self, max_context: int | None = None, max_batch: int | None = None) -> list[str]:
+    def extrapolations(
+        self, max_context: int | None = None, max_batch: int | None = None, max_tokens: int | None = None
+    ) -> list[str]:
         """What of this deployment lies outside the measured hull, one line each; empty when all was
-        measured."""
+        measured.
+
+        The longest context, most sequences and most tokens in a step are the deployment's limits unless given.
+        """
         context = max_context or self.model.max_position_embeddings
-        batch = max_batch or self._max_seqs
+        batch, tokens = max_batch or self._max_seqs, max_tokens or self._max_tokens
         return [
-            *self._linear_layers.unmeasured(self._max_tokens, self._max_seqs),
-            *self._attention.unmeasured(batch, context, self._max_tokens),
+            *self._linear_layers.unmeasured(tokens, batch),
+            *self._attention.unmeasured(batch, context, tokens),
         ]
