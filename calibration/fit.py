@@ -15,13 +15,21 @@ import numpy.typing as npt
 from calibration.tables import Samples
 from costmodel.kernels import FORMULAS, Hardware
 from costmodel.profile import FitErrors, KernelFit, KernelKind, ResidualTable
-from costmodel.residual import Residuals, kriging_weights
+from costmodel.residual import Residuals, kriging_weights, shape_features
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
 
-_NOT_FITTED: dict[str, tuple[str, ...]] = {"prefill": ("context_splits",)}
-"""Coefficients that no table determines."""
+_NOT_FITTED: dict[str, tuple[str, ...]] = {
+    "prefill": ("context_splits", "pack_gqa", "query_tile"),
+    "decode": ("mha_splits",),
+}
+"""Coefficients that are switches: given, or chosen among `_CHOICES` by what fits best."""
+
+_CHOICES: dict[str, tuple[dict[str, float], ...]] = {
+    "decode": ({"mha_splits": 1.0}, {"mha_splits": 128.0}),
+    "prefill": tuple({"pack_gqa": p, "query_tile": t} for p in (0.0, 1.0) for t in (64.0, 128.0)),
+}
 
 _BOUNDS: dict[str, tuple[float, float]] = {
     "smoothing": (0.05, 12.0),
@@ -29,20 +37,25 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "hbm_efficiency": (0.1, 1.1),
     "occupancy_half": (1e-3, 3.0),
     "lone_block": (0.3, 3.0),
+    "softness": (1e-3, 0.999),
+    "l2_gain": (1e-3, 8.0),
+    "l2_share": (0.01, 1.0),
+    "quant_efficiency": (0.05, 8.0),
 }
 
-_KRIGING: dict[str, tuple[tuple[float, ...], float]] = {
-    "gemm": ((5.0, 10.0), 0.05),
-    "prefill": ((3.0, 5.0), 0.03),
-    "decode": ((4.0, 2.0), 0.02),
-    "decode_mixed": ((4.0, 2.0), 0.02),
-    "all_reduce": ((2.0,), 0.02),
-    "moe": ((2.0, 2.0), 0.05),
-    "elementwise": ((2.0,), 0.05),
-    "sampler": ((2.0,), 0.05),
+_KRIGING: dict[str, tuple[tuple[tuple[float, ...], float], ...]] = {
+    "gemm": (((3.0, 6.0), 0.05), ((5.0, 10.0), 0.05)),
+    "prefill": (((3.0, 3.0, 2.0, 2.0), 0.005), ((6.0, 6.0), 0.005), ((6.0, 12.0), 0.005)),
+    "decode": (((12.0, 1.5), 0.005), ((8.0, 4.0, 0.5), 0.01), ((4.0, 2.0), 0.02)),
+    "decode_mixed": (((4.0, 2.0), 0.02),),
+    "all_reduce": (((2.0,), 0.02),),
+    "moe": (((2.0, 2.0), 0.05),),
+    "elementwise": (((2.0,), 0.05),),
+    "sampler": (((2.0,), 0.05),),
 }
-"""Length scales (natural log of each shape axis) and nugget, chosen once on H200 tables by leave-shape-out
-error."""
+"""Length scales (of `shape_features`) and nugget to choose from, by which predicts left-out shapes best."""
+
+Kriging = tuple[tuple[float, ...], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,7 @@ def fit_coefficients(
 
     formula, defaults, _, _ = FORMULAS[kind]
     names = [c for c in defaults if c not in _NOT_FITTED.get(kind, ())]
-    fixed = {c: v for c, v in defaults.items() if c not in names}
+    fixed = {c: v for c, v in (start or defaults).items() if c not in names}
     prior = np.log([defaults[c] for c in names])
     begin = np.log([(start or defaults)[c] for c in names])
     low = np.array(
@@ -101,6 +114,16 @@ def fit_coefficients(
     return dict(zip(names, np.exp(found.x).tolist(), strict=True)) | fixed
 
 
+def choose_coefficients(
+    kind: KernelKind, samples: Samples, hw: Hardware, options: Options, fixed: dict[str, float]
+) -> dict[str, float]:
+    """Coefficients with the switches of `fixed`, and the others set to whatever fits best."""
+    defaults = {**FORMULAS[kind][1], **fixed}
+    settings = _CHOICES.get(kind, ({},))
+    tried = [fit_coefficients(kind, samples, hw, options, {**defaults, **switches}) for switches in settings]
+    return min(tried, key=lambda c: _errors(formula_seconds(kind, c, hw, samples), samples)[0])
+
+
 def formula_seconds(
     kind: KernelKind, coefficients: dict[str, float], hw: Hardware, samples: Samples
 ) -> Floats:
@@ -108,7 +131,7 @@ def formula_seconds(
     return FORMULAS[kind][0](coefficients, hw, *samples.shape.T, *samples.grid.T)
 
 
-def residual_table(kind: KernelKind, samples: Samples, log_ratio: Floats) -> ResidualTable:
+def residual_table(samples: Samples, log_ratio: Floats, kriging: Kriging) -> ResidualTable:
     """Residuals of `samples` on the product of their grid values; holes are filled from neighbours."""
     shapes, row = np.unique(samples.shape, axis=0, return_inverse=True)
     axes, columns = [], []
@@ -118,8 +141,8 @@ def residual_table(kind: KernelKind, samples: Samples, log_ratio: Floats) -> Res
         columns.append(index.ravel())
     table = np.full((len(shapes), *(len(a) for a in axes)), np.nan)
     table[(row.ravel(), *columns)] = log_ratio
-    scales, nugget = _KRIGING[kind]
-    table = _fill(table, np.log(shapes), axes, np.array(scales), nugget)
+    scales, nugget = kriging
+    table = _fill(table, shape_features(shapes, len(scales)), axes, np.array(scales), nugget)
     return ResidualTable(
         shapes=shapes.tolist(),
         grid=[a.tolist() for a in axes],
@@ -178,7 +201,7 @@ def shape_groups(samples: Samples) -> Ints:
 
 
 def grid_groups(samples: Samples) -> Ints:
-    """One group per grid point: the message size of a collective."""
+    """One group per grid point: the message size of a collective, in rising order."""
     return np.unique(samples.grid, axis=0, return_inverse=True)[1].ravel()
 
 
@@ -189,31 +212,39 @@ def held_out_seconds(
     groups: Callable[[Samples], Ints] = shape_groups,
     options: Options = DEFAULT_OPTIONS,
     start: dict[str, float] | None = None,
-) -> Floats:
-    """Predictions for every sample by fits (formula and residuals) that saw no sample of its group's fold."""
+) -> tuple[Floats, Kriging]:
+    """Predictions for every sample by fits (formula and residuals) that saw no sample of its group's fold.
+
+    Of the kernel's few kriging settings the one with the least error is used, and returned.
+    """
     group = groups(samples)
     count = int(group.max()) + 1
     folds = min(options.folds, count)
-    order = np.random.default_rng(options.seed).permutation(count)
+    # Sizes are left out in turn, so that a hole is one size wide; shapes at random.
+    order = (
+        np.arange(count) if groups is grid_groups else np.random.default_rng(options.seed).permutation(count)
+    )
     fold = np.empty(count, np.intp)
     fold[order] = np.arange(count) % folds
-    predicted = np.full(len(samples), np.nan)
+    predicted = {kriging: np.full(len(samples), np.nan) for kriging in _KRIGING[kind]}
     for f in range(folds):
         out = fold[group] == f
         if out.all():
             continue
         inside, outside = samples.subset(~out), samples.subset(out)
         coefficients = fit_coefficients(kind, inside, hw, options, start)
-        base = formula_seconds(kind, coefficients, hw, inside)
-        table = residual_table(kind, inside, np.log(inside.seconds / base))
-        predicted[out] = corrected_seconds(formula_seconds(kind, coefficients, hw, outside), table, outside)
-    return predicted
+        ratio = np.log(inside.seconds / formula_seconds(kind, coefficients, hw, inside))
+        base = formula_seconds(kind, coefficients, hw, outside)
+        for kriging, seconds in predicted.items():
+            seconds[out] = corrected_seconds(base, residual_table(inside, ratio, kriging), outside)
+    best = min(predicted, key=lambda kriging: _errors(predicted[kriging], samples)[0])
+    return predicted[best], best
 
 
 def leave_nk_out(samples: Samples, hw: Hardware, options: Options = DEFAULT_OPTIONS) -> tuple[float, float]:
     """(mean absolute, mean signed) relative error of a GEMM fit on (n, k) pairs it never saw, a quarter at
     a time."""
-    return _errors(held_out_seconds("gemm", samples, hw, shape_groups, options), samples)
+    return _errors(held_out_seconds("gemm", samples, hw, shape_groups, options)[0], samples)
 
 
 def leave_shape_out(
@@ -221,7 +252,8 @@ def leave_shape_out(
 ) -> tuple[float, float]:
     """(mean absolute, mean signed) relative error of an attention fit on (heads, KV heads) pairs it never
     saw."""
-    return _errors(held_out_seconds(kind, samples, hw, shape_groups, options), samples)
+    start = choose_coefficients(kind, samples, hw, options, {})
+    return _errors(held_out_seconds(kind, samples, hw, shape_groups, options, start)[0], samples)
 
 
 def leave_size_out(
@@ -229,7 +261,7 @@ def leave_size_out(
 ) -> tuple[float, float]:
     """(mean absolute, mean signed) relative error on grid points (message sizes) it never saw, at known
     shapes."""
-    return _errors(held_out_seconds(kind, samples, hw, grid_groups, options), samples)
+    return _errors(held_out_seconds(kind, samples, hw, grid_groups, options)[0], samples)
 
 
 def _errors(predicted: Floats, samples: Samples) -> tuple[float, float]:
@@ -267,16 +299,16 @@ def fit_kernel(
     fixed: dict[str, float] | None = None,
 ) -> KernelFit:
     """Formula, residual table, errors and hull of one kernel."""
-    coefficients = fit_coefficients(kind, samples, hw, options)
-    if fixed:
-        coefficients |= fixed
+    coefficients = choose_coefficients(kind, samples, hw, options, fixed or {})
     base = formula_seconds(kind, coefficients, hw, samples)
-    table = residual_table(kind, samples, np.log(samples.seconds / base))
     train, _ = _errors(base, samples)
-    measured, _ = _errors(corrected_seconds(base, table, samples), samples)
     held: tuple[float | None, float | None] = (None, None)
+    kriging = _KRIGING[kind][0]
     if options.folds and groups(samples).max() > 0:
-        held = _errors(held_out_seconds(kind, samples, hw, groups, options, coefficients), samples)
+        predicted, kriging = held_out_seconds(kind, samples, hw, groups, options, coefficients)
+        held = _errors(predicted, samples)
+    table = residual_table(samples, np.log(samples.seconds / base), kriging)
+    measured, _ = _errors(corrected_seconds(base, table, samples), samples)
     _, _, shape_axes, grid_axes = FORMULAS[kind]
     both = np.concatenate([samples.shape, samples.grid], axis=1)
     hull = {

@@ -12,7 +12,7 @@ from serving.errors import UsageError, nearest
 
 @dataclass(frozen=True, slots=True)
 class GemmFormat:
-    """How a linear layer is stored and multiplied. Bytes include scales."""
+    """How a linear layer is stored and multiplied. Bytes include scales; activations as the product reads them."""
 
     name: str
     weight_bytes: float
@@ -25,16 +25,15 @@ GEMM_FORMATS: dict[str, GemmFormat] = {
     f.name: f
     for f in (
         GemmFormat("bfloat16", 2.0, 2.0, "bfloat16"),
-        # fp8: the layer reads 16-bit activations, writes and rereads them quantised: 2 + 1 + 1 bytes.
-        GemmFormat("fp8", 1.0, 4.0, "fp8"),
+        GemmFormat("fp8", 1.0, 1.0, "fp8"),
         # 128 x 128 blocks: one float32 scale per 16,384 weights.
-        GemmFormat("fp8_block", 1.0 + 4 / 16384, 4.0, "fp8"),
+        GemmFormat("fp8_block", 1.0 + 4 / 16384, 1.0, "fp8"),
         # 16-weight groups with an 8-bit scale: 4.5 bits.
-        GemmFormat("nvfp4", 0.5625, 3.5, "nvfp4"),
+        GemmFormat("nvfp4", 0.5625, 0.5625, "nvfp4"),
         GemmFormat("int8_wo", 1.0, 2.0, "bfloat16"),
         # Groups of 128 with a 16-bit scale and a 4-bit zero: 4.16 bits.
         GemmFormat("int4_wo", 0.52, 2.0, "bfloat16"),
-        GemmFormat("sq", 1.0, 4.0, "int8"),
+        GemmFormat("sq", 1.0, 1.0, "int8"),
     )
 }
 
@@ -99,6 +98,7 @@ def hardware(
     *,
     kv_bytes: float = 2.0,
     head_dim: int = 128,
+    weights_cached: bool = True,
 ) -> Hardware:
     """The figures of a device that a formula needs, for one number format."""
     return Hardware(
@@ -111,4 +111,5 @@ def hardware(
         activation_bytes=fmt.activation_bytes,
         kv_bytes=kv_bytes,
         head_dim=head_dim,
+        weights_cached=weights_cached,
     )

@@ -33,6 +33,8 @@ class Hardware:
     activation_bytes: float = 2.0
     kv_bytes: float = 2.0
     head_dim: int = 128
+    weights_cached: bool = True
+    """Whether small weights may sit in L2, as in a benchmark that repeats a layer; not in a model's step."""
 
 
 def smooth_max(a: Floats, b: Floats, power: float) -> Floats:
@@ -59,35 +61,49 @@ GEMM_DEFAULTS: dict[str, float] = {
     "occupancy_half": 0.05,
     "smoothing": 2.0,
     "throttle": 0.03,
+    "softness": 0.5,
+    "l2_gain": 0.5,
+    "l2_share": 0.1,
+    "quant_s": 2e-6,
+    "quant_efficiency": 0.5,
 }
 
 
 def gemm_s(c: Coefficients, hw: Hardware, n: Floats, k: Floats, m: Floats) -> Floats:
-    """(m, k) x (k, n): the best of five tiles and five split-K factors, in whole waves of thread blocks.
+    """(m, k) x (k, n): the best of five tiles and five split-K factors, in waves of thread blocks.
 
-    `throttle` lengthens large products by its value per e-fold of work: clocks fall under sustained power.
+    `softness` is how far a partial last wave costs its share instead of a whole one; `throttle` lengthens large
+    products by its value per e-fold of work (clocks fall under sustained power); `l2_gain` speeds up weights that
+    a benchmark leaves in the L2 cache. 8-bit activations are quantised first by a kernel of their own.
     """
     best: Floats | None = None
-    moved = n * k * hw.weight_bytes + m * k * hw.activation_bytes + m * n * 2.0
+    weights = n * k * hw.weight_bytes
+    quantised = hw.activation_bytes < 2.0
+    moved = weights + m * k * hw.activation_bytes + m * n * 2.0
+    cached = 1.0 + (weights / (hw.l2_bytes * c["l2_share"])) ** 2
+    gain = 1.0 + c["l2_gain"] / cached if hw.weights_cached else 1.0
+    bandwidth = hw.hbm_bytes_per_s * c["hbm_efficiency"] * gain
     rate_per_sm = hw.peak_flops / hw.num_sms
+    half, power = c["occupancy_half"], 1.0 + c["smoothing"]
     for tile_m, tile_n in _TILES:
         blocks = np.ceil(m / tile_m) * np.ceil(n / tile_n)
         rate = rate_per_sm * c[f"eff_{tile_m}x{tile_n}"]
         for split in _SPLITS:
             depth = np.maximum(k / split, 64.0)
             occupancy = blocks * np.minimum(split, np.ceil(k / 64.0)) / hw.num_sms
-            compute = np.ceil(occupancy) * (2.0 * tile_m * tile_n * depth / rate + c["prologue_s"])
+            waves = np.ceil(occupancy) * (1.0 - c["softness"]) + np.maximum(occupancy, 1.0) * c["softness"]
+            compute = waves * (2.0 * tile_m * tile_n * depth / rate + c["prologue_s"])
             if split > 1:
                 compute = compute + c["split_s"]
-            share = np.minimum(
-                occupancy / (occupancy + c["occupancy_half"]) * (1.0 + c["occupancy_half"]), 1.0
-            )
-            memory = moved / (hw.hbm_bytes_per_s * c["hbm_efficiency"] * share)
-            t = smooth_max(compute, memory, 1.0 + c["smoothing"])
+            share = np.minimum(occupancy / (occupancy + half) * (1.0 + half), 1.0)
+            t = smooth_max(compute, moved / (bandwidth * share), power)
             best = t if best is None else np.minimum(best, t)
     assert best is not None
     work = 2.0 * m * n * k / (hw.peak_flops * 1e-4)
-    return np.asarray(c["launch_s"] + best * (1.0 + c["throttle"] * np.log1p(work)))
+    seconds = c["launch_s"] + best * (1.0 + c["throttle"] * np.log1p(work))
+    if quantised:
+        seconds = seconds + c["quant_s"] + 3.0 * m * k / (hw.hbm_bytes_per_s * c["quant_efficiency"])
+    return np.asarray(seconds)
 
 
 # -- attention -----------------------------------------------------------------------------------------------
@@ -101,8 +117,10 @@ PREFILL_DEFAULTS: dict[str, float] = {
     "smoothing": 3.0,
     "per_seq_s": 1e-8,
     "context_splits": 1.0,
+    "pack_gqa": 0.0,
+    "query_tile": 128.0,
 }
-_TILE = 128
+_KEY_TILE = 128
 
 
 def prefill_s(
@@ -114,22 +132,22 @@ def prefill_s(
     tokens: Floats,
     context: Floats,
 ) -> Floats:
-    """Causal attention of `batch` chunks of `tokens` queries each over `context` earlier tokens plus
-    themselves.
+    """Causal attention of `batch` chunks of `tokens` queries each over `context` earlier tokens plus themselves.
 
-    Work is counted in 128 x 128 tiles; the kernel ends no sooner than its longest thread block, which walks
-    the whole context unless the kernel splits it (`context_splits` > 1: FlashAttention 3).
+    Work is counted in tiles of `query_tile` rows by 128 keys; rows are tokens of one head, or of all heads of a
+    KV head (`pack_gqa` 1). The kernel ends no sooner than its longest thread block, which walks the whole context
+    unless the kernel splits it (`context_splits` > 1: FlashAttention 3).
     """
-    q_tiles = np.ceil(tokens / _TILE)
-    seen = context / _TILE
-    tile_time = 4.0 * hw.head_dim * _TILE * _TILE / (hw.peak_flops / hw.num_sms * c["efficiency"])
-    blocks = batch * heads * q_tiles
-    total = (
-        batch * heads * (q_tiles * seen + q_tiles * (q_tiles + 1.0) / 2.0) * tile_time
-        + blocks * c["prologue_s"]
-    )
+    packed = 1.0 + c["pack_gqa"] * (heads / kv_heads - 1.0)
+    q_tiles = np.ceil(tokens * packed / c["query_tile"])
+    keys = np.ceil(tokens / _KEY_TILE)
+    seen = context / _KEY_TILE
+    rate_per_sm = hw.peak_flops / hw.num_sms * c["efficiency"]
+    tile_time = 4.0 * hw.head_dim * c["query_tile"] * _KEY_TILE / rate_per_sm
+    blocks = batch * heads / packed * q_tiles
+    total = blocks * ((seen + (keys + 1.0) / 2.0) * tile_time + c["prologue_s"])
     splits = np.clip(hw.num_sms / blocks, 1.0, max(1.0, c["context_splits"]))
-    longest = (q_tiles + seen / splits) * tile_time * c["lone_block"] + c["prologue_s"]
+    longest = (keys + seen / splits) * tile_time * c["lone_block"] + c["prologue_s"]
     power = 1.0 + c["smoothing"]
     compute = smooth_max(total / hw.num_sms, longest, power)
     moved = batch * hw.head_dim * (tokens * heads * 4.0 + (tokens + context) * kv_heads * 2.0 * hw.kv_bytes)
@@ -142,9 +160,11 @@ DECODE_DEFAULTS: dict[str, float] = {
     "hbm_efficiency": 0.85,
     "occupancy_half": 0.25,
     "token_s": 1.5e-8,
+    "mha_token_s": 1.5e-8,
     "row_cost": 0.01,
     "split_s": 2.2e-6,
     "reduce_efficiency": 5.0,
+    "mha_splits": 128.0,
     "smoothing": 4.0,
     "per_seq_s": 3e-8,
 }
@@ -156,27 +176,24 @@ def decode_s(
 ) -> Floats:
     """One query token of each of `batch` sequences of equal `context`, the current token included.
 
-    One thread block per sequence, KV head and split; the number of splits is the best for the shape.
+    One thread block per sequence, KV head and split; the number of splits is the best for the shape. Some
+    kernels do not split when every query head has its own KV head (`mha_splits` 1: FlashAttention 2).
     """
     best: Floats | None = None
     rows = np.ceil(heads / kv_heads / 16.0)
+    token_s = np.where(heads == kv_heads, c["mha_token_s"], c["token_s"] * (1.0 + c["row_cost"] * rows))
     moved = batch * kv_heads * context * (2.0 * hw.head_dim * hw.kv_bytes)
     power = 1.0 + c["smoothing"]
     for split in _KV_SPLITS:
         occupancy = batch * kv_heads * np.minimum(split, np.ceil(context / 128.0)) / hw.num_sms
         share = np.minimum(occupancy / (occupancy + c["occupancy_half"]) * (1.0 + c["occupancy_half"]), 1.0)
         memory = moved / (hw.hbm_bytes_per_s * c["hbm_efficiency"] * share)
-        walk = (
-            np.ceil(occupancy)
-            * np.ceil(context / split / 64.0)
-            * 64.0
-            * c["token_s"]
-            * (1.0 + c["row_cost"] * rows)
-        )
+        walk = np.ceil(occupancy) * np.ceil(context / split / 64.0) * 64.0 * token_s
         t = smooth_max(memory, walk, power)
         if split > 1:
             partial = split * batch * heads * hw.head_dim * 8.0
             t = t + c["split_s"] + partial / (hw.hbm_bytes_per_s * c["reduce_efficiency"])
+            t = np.where((heads == kv_heads) & (split > c["mha_splits"]), np.inf, t)
         best = t if best is None else np.minimum(best, t)
     assert best is not None
     return np.asarray(c["launch_s"] + best + batch * c["per_seq_s"])
@@ -212,18 +229,29 @@ ALL_REDUCE_DEFAULTS: dict[str, float] = {
     "two_shot_s": 4e-6,
     "bandwidth": 0.75,
     "one_shot_bandwidth": 0.6,
+    "ring_s": 1.5e-5,
+    "ring_bandwidth": 0.75,
     "smoothing": 2.0,
 }
 
+_CUSTOM_ALL_REDUCE_BYTES = 8 * 2**20
+"""From this size on vLLM leaves its own all-reduce to NCCL (`CustomAllreduce.max_size`)."""
+
 
 def all_reduce_s(c: Coefficients, hw: Hardware, num_gpus: Floats, num_bytes: Floats) -> Floats:
-    """Sum of `num_bytes` over `num_gpus`: everybody reads everything (one shot), or scatter and gather
-    (two shots)."""
+    """Sum of `num_bytes` over `num_gpus`.
+
+    Small messages: every GPU reads all others (one shot), or scatters and gathers (two shots), the faster of
+    the two. Large ones: NCCL.
+    """
     peers = num_gpus - 1.0
+    twice = 2.0 * num_bytes * peers / num_gpus / hw.link_bytes_per_s
     one = num_bytes * peers / (hw.link_bytes_per_s * c["one_shot_bandwidth"])
-    two = c["two_shot_s"] + 2.0 * num_bytes * peers / num_gpus / (hw.link_bytes_per_s * c["bandwidth"])
+    two = c["two_shot_s"] + twice / c["bandwidth"]
     base = c["latency_s"] + c["per_hop_s"] * peers
-    return np.asarray(base + 1.0 / smooth_max(1.0 / one, 1.0 / two, 1.0 + c["smoothing"]))
+    custom = base + 1.0 / smooth_max(1.0 / one, 1.0 / two, 1.0 + c["smoothing"])
+    ring = base + c["ring_s"] + twice / c["ring_bandwidth"]
+    return np.asarray(np.where(num_bytes < _CUSTOM_ALL_REDUCE_BYTES, custom, ring))
 
 
 MOE_DEFAULTS: dict[str, float] = {

@@ -61,8 +61,8 @@ class LinearLayers:
     def __init__(self, model: ModelShape, profile: DeviceProfile, tp: int, fmt: GemmFormat) -> None:
         self._model, self._tp = model, tp
         self.notes: list[str] = []
-        self._hw = hardware(profile.facts, fmt)
-        self._hw16 = hardware(profile.facts)
+        self._hw = hardware(profile.facts, fmt, weights_cached=False)
+        self._hw16 = hardware(profile.facts, weights_cached=False)
         self._gemm = Kernel("gemm", self._gemm_fit(profile, fmt), self._hw)
         self._gemm16 = (
             self._gemm if fmt.name == "bfloat16" else Kernel("gemm", profile.gemm.get("bfloat16"), self._hw16)

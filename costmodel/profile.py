@@ -68,7 +68,8 @@ class ResidualTable(_Frozen):
     log_ratio_e4: list[list[int]]
     """Row per shape, in units of 1e-4."""
     length_scales: list[float]
-    """Per shape axis, in natural-log units: how far a residual is believed."""
+    """Per shape axis, in natural-log units: how far a residual is believed. Attention may have two more, of
+    the coordinates that `costmodel.residual.shape_features` adds."""
     nugget: float
     """Noise variance over signal variance."""
 

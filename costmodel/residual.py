@@ -32,6 +32,21 @@ def kriging_weights(shapes: Floats, target: Floats, length_scales: Floats, nugge
     return np.asarray(np.linalg.solve(gram, covariance(shapes, target))).T
 
 
+def shape_features(shapes: Floats, num_scales: int) -> Floats:
+    """Coordinates (S, num_scales) in which shapes (S, D) are near or far: their logarithms, and for attention
+
+    one more that says whether every head has its own KV head (another kernel than grouped heads run), and one more
+    whether the group is no power of two (rows of a tile go unused).
+    """
+    columns = [np.log(shapes)]
+    if num_scales > shapes.shape[1]:
+        columns.append((shapes[:, :1] == shapes[:, 1:2]).astype(np.float64))
+    if num_scales > shapes.shape[1] + 1:
+        octaves = np.log2(shapes[:, :1] / shapes[:, 1:2])
+        columns.append((np.abs(octaves - np.rint(octaves)) > 1e-9).astype(np.float64))
+    return np.concatenate(columns, axis=1)
+
+
 def interpolate(axes: Sequence[Floats], table: Floats, points: Sequence[Floats]) -> Floats:
     """Multilinear interpolation of `table` (shape: lengths of `axes`) at `points`, in log(1 + x) of each
     axis."""
@@ -60,7 +75,9 @@ class Residuals:
 
     def __init__(self, table: ResidualTable) -> None:
         self._axes = [np.asarray(a, np.float64) for a in table.grid]
-        self._shapes = np.log(np.asarray(table.shapes, np.float64))
+        shapes = np.asarray(table.shapes, np.float64)
+        self._shapes = np.log(shapes)
+        self._features = shape_features(shapes, len(table.length_scales))
         self._rows = np.asarray(table.log_ratio_e4, np.float64) * 1e-4
         self._scales = np.asarray(table.length_scales, np.float64)
         self._nugget = table.nugget
@@ -78,5 +95,6 @@ class Residuals:
         if len(exact):
             row = self._rows[exact[0]]
         else:
-            row = (kriging_weights(self._shapes, target, self._scales, self._nugget) @ self._rows)[0]
+            near = shape_features(np.asarray(shape, np.float64)[None, :], len(self._scales))
+            row = (kriging_weights(self._features, near, self._scales, self._nugget) @ self._rows)[0]
         return interpolate(self._axes, row.reshape([len(a) for a in self._axes]), points)
