@@ -28,10 +28,12 @@ from costmodel.predict import Kernel
 from costmodel.profile import DeviceProfile, KernelFit
 
 Floats = npt.NDArray[np.float64]
-Group = Literal["linear", "prefill", "decode", "mixed", "host"]
+Group = Literal["engine", "linear", "prefill", "decode", "mixed", "host"]
 
 UNFITTED_LOG_STD = 0.2
 """Of a kernel priced by datasheet and default efficiencies: such prices lie within about a third of fitted ones."""
+ENGINE_LOG_STD = 0.02
+"""Between kernels timed alone and the same kernels in an engine: clocks under load, caches, gaps between launches."""
 HOST_LOG_STD = 0.25
 """Of the host's times, which no kernel table measures: CPUs, Python and engine versions differ by this much."""
 _TOKENS = 64.0
@@ -64,6 +66,8 @@ class Prices(Protocol):
 class Factors:
     """What the prices of each group are multiplied by."""
 
+    engine: float = 1.0
+    """All device time, besides the group's own factor."""
     linear: float = 1.0
     """Everything that depends on the number of tokens alone: GEMMs, norms, collectives, LM head, sampler."""
     prefill: float = 1.0
@@ -132,15 +136,17 @@ class PerturbedPricer:
         total = base(num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max)
         linear = base(num_tokens, num_sampled, (), 0, 0, 0)
         if not prefills:
-            return by.linear * linear + by.decode * (total - linear)
+            return by.engine * (by.linear * linear + by.decode * (total - linear))
         without = base(num_tokens, num_sampled, prefills, 0, 0, 0) if num_decodes else total
-        return by.linear * linear + by.prefill * (without - linear) + by.mixed * (total - without)
+        attention = by.prefill * (without - linear) + by.mixed * (total - without)
+        return by.engine * (by.linear * linear + attention)
 
     def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
         """As `StepPricer.decode_run_s`."""
         total = self.base.decode_run_s(num_decodes, context_sum, context_max, num_steps)
         linear = self.base.step_s(num_decodes, num_decodes, (), 0, 0, 0)
-        return np.asarray(self.factors.linear * linear + self.factors.decode * (total - linear))
+        by = self.factors
+        return np.asarray(by.engine * (by.linear * linear + by.decode * (total - linear)))
 
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         """As `StepPricer.host_s`."""
@@ -159,7 +165,10 @@ def spread_of(
     """The uncertainty of a deployment's prices. Raises `UsageError` for unknown formats."""
     fmt, kv_name = gemm_format(dtype, quantization).name, kv_format(kv_cache_dtype)[0]
     linear, noise, reason = _linear(model, profile, tensor_parallel_size, fmt)
-    groups = [GroupSpread("linear", f"{profile.name}/linear/{fmt}", linear, reason)]
+    groups = [
+        GroupSpread("engine", f"{profile.name}/engine", ENGINE_LOG_STD, "kernels in an engine, not alone"),
+        GroupSpread("linear", f"{profile.name}/linear/{fmt}", linear, reason),
+    ]
     shape = (
         float(model.heads_per_rank(tensor_parallel_size)),
         float(model.kv_heads_per_rank(tensor_parallel_size)),
