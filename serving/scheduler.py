@@ -268,7 +268,7 @@ class Scheduler:
             for plan in self.in_flight
             if (plan.slots == slot).any()
         )
-        self._retire(slot)
+        self._retire(slot, scheduled)
         if in_flight:
             request.stale_tokens = in_flight
             self._stale[slot] = request
@@ -291,8 +291,8 @@ class Scheduler:
         request.private_pages = None
         del self._serials[request]
 
-    def _retire(self, slot: int) -> Request:
-        request = self.seqs.leave(slot)
+    def _retire(self, slot: int, scheduled: int = 0) -> Request:
+        request = self.seqs.leave(slot, scheduled)
         self.head_blocked = False
         if self.in_flight:
             self._cooling.append((self.num_planned, slot))

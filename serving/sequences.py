@@ -100,12 +100,15 @@ class Sequences:
             self.num_keyed += 1
         return slot
 
-    def leave(self, slot: int) -> Request:
-        """Take the sequence out of the running set and release its pages; the slot is not reusable yet."""
+    def leave(self, slot: int, scheduled: int = 0) -> Request:
+        """Take the sequence out of the running set and release its pages; the slot is not reusable yet.
+
+        `scheduled` tokens belong to a step still being planned.
+        """
         request = self.request(slot)
         request.num_tokens = int(self.known[slot])
         count = int(self.num_pages[slot])
-        self.pool.release(self.tables[slot, :count], min(self.identified_pages(slot), count))
+        self.pool.release(self.tables[slot, :count], min(self.identified_pages(slot, scheduled), count))
         self.order.remove(slot)
         self._order_array = None
         if self.prefilling[slot]:
@@ -170,7 +173,7 @@ class Sequences:
         tokens = max(min(computed, int(self.prefill_end[slot])), computed - in_flight)
         if scheduled:
             tokens = max(tokens, min(computed + scheduled, known))
-        return tokens // self.config.page_tokens
+        return max(tokens // self.config.page_tokens, self._registered[slot])
 
     def publish(self, slot: int, num_tokens: int) -> None:
         """Make shared pages findable that are full within the first `num_tokens` tokens."""
