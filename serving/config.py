@@ -52,6 +52,11 @@ class SchedulerConfig:
             raise UsageError(f"queue_order is {self.queue_order!r}; use one of {', '.join(QUEUE_ORDERS)}")
         if self.num_speculative_tokens < 0:
             raise UsageError(f"num_speculative_tokens is {self.num_speculative_tokens}; use 0 (off) or more")
+        if (least := 1 + self.num_speculative_tokens + self.draft_slots) > self.max_num_batched_tokens:
+            raise UsageError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; verifying "
+                f"{self.num_speculative_tokens} draft tokens takes at least {least}"
+            )
 
     @property
     def lookahead_tokens(self) -> int:

@@ -51,7 +51,8 @@ class Step:
 
     def set_budget(self, num_tokens: int) -> None:
         """Replace the token budget of this step, for policies that do not keep to max_num_batched_tokens."""
-        self.token_budget = self._input_budget = num_tokens
+        self.token_budget = num_tokens
+        self._input_budget = num_tokens + self._draft_slots * self.config.max_num_seqs
 
     @property
     def num_tokens(self) -> int:

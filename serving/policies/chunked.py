@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from serving.policies.base import BatchPolicy
 
 if TYPE_CHECKING:
+    from serving.config import SchedulerConfig
+    from serving.request import Request
     from serving.step import Step
 
 
@@ -20,3 +22,16 @@ class Chunked(BatchPolicy):
         step.continue_running()
         if not step.preempted:
             step.admit_waiting()
+
+    def refuses(self, request: Request, config: SchedulerConfig) -> str | None:
+        if config.enable_chunked_prefill:
+            return None
+        # Uncut, whatever it may have to recompute after a preemption must fit one step.
+        room = min(config.max_model_len, config.num_pages * config.page_tokens + 1)
+        longest = min(request.prompt_tokens + request.max_tokens, room) - 1
+        if longest <= config.max_num_batched_tokens - config.draft_slots:
+            return None
+        return (
+            f"up to {longest} tokens in one step, as chunked prefill is off; "
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}"
+        )
