@@ -40,8 +40,8 @@ def test_a_prompt_longer_than_the_budget_is_admitted_in_chunks() -> None:
 
 def test_without_chunked_prefill_a_prompt_beyond_the_rest_of_the_budget_stops_admission() -> None:
     engine = Engine(max_num_batched_tokens=10, enable_chunked_prefill=False)
-    engine.add("a", 6)
-    engine.add("b", 5)
+    engine.add("a", 6, max_tokens=3)
+    engine.add("b", 5, max_tokens=3)
     engine.add("c", 1)
     # 4 tokens of budget are left: b is not cut, and c, which would fit, is behind it.
     decided = engine.step()

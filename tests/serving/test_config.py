@@ -50,3 +50,12 @@ def test_the_engine_of_2025_lacks_what_is_newer() -> None:
 def test_a_value_that_cannot_work_is_named(field: str, value: Any) -> None:
     with pytest.raises(UsageError, match=field):
         SchedulerConfig(**{"num_pages": 10, field: value})
+
+
+@pytest.mark.parametrize(("draft_has_kv", "least"), [(False, 4), (True, 5)])
+def test_a_budget_that_no_verification_fits_is_an_error(draft_has_kv: bool, least: int) -> None:
+    # One known token and three drafts, and a slot for a draft model's own input.
+    fields = {"num_pages": 10, "num_speculative_tokens": 3, "draft_has_kv": draft_has_kv}
+    SchedulerConfig(**fields, max_num_batched_tokens=least)
+    with pytest.raises(UsageError, match="max_num_batched_tokens is"):
+        SchedulerConfig(**fields, max_num_batched_tokens=least - 1)

@@ -106,6 +106,17 @@ def test_static_batching_rejects_what_it_could_never_reserve() -> None:
     assert "static batching reserves 5 pages for it; the KV cache has 4" in request.reason
 
 
+def test_without_chunked_prefill_what_no_step_can_hold_is_rejected() -> None:
+    # A prompt of 7 and 4 answer tokens: 10 may have to be computed at once after a preemption, and 10 is the budget.
+    engine = Engine(enable_chunked_prefill=False, max_num_batched_tokens=10)
+    assert engine.add("a", 7, max_tokens=4).state is State.WAITING
+    request = engine.add("b", 7, max_tokens=5)
+    assert request.state is State.REJECTED
+    assert "max_num_batched_tokens is 10" in request.reason
+    engine.run()
+    assert engine.idle
+
+
 @pytest.mark.parametrize("policy", [Chunked(), Continuous(), Static(max_wait_s=0)])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_pool_of_exactly_one_largest_request_serves_them_one_after_the_other(
