@@ -355,16 +355,21 @@ def _limits_ms(limits: Goodput) -> dict[str, float]:
     return {name: limit_s * 1000 for name, limit_s in limits.limits_s().items()}
 
 
-def _metadata(items: Mapping[str, str] | Sequence[str], known: set[str]) -> dict[str, str]:
+def metadata_pairs(items: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
+    """`KEY=VALUE` texts as a dictionary. Raises UsageError for one that is not such a pair."""
     if isinstance(items, Mapping):
-        pairs = dict(items)
-    else:
-        pairs = {}
-        for item in items:
-            key, equals, value = item.partition("=")
-            if not equals or not key.strip():
-                raise UsageError(f"--metadata: {item!r} is not KEY=VALUE")
-            pairs[key.strip()] = value.strip()
+        return dict(items)
+    pairs = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--metadata: {item!r} is not KEY=VALUE")
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
+def _metadata(items: Mapping[str, str] | Sequence[str], known: set[str]) -> dict[str, str]:
+    pairs = metadata_pairs(items)
     for key in pairs:
         if key in known:
             raise UsageError(f"--metadata: {key!r} is the name of a result; choose another key")
