@@ -15,6 +15,13 @@ from tokentwin.provenance import ARGV, VERSION
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 """Exit codes besides 0 (done), 1 (failed, or a request was lost) and 3 (--fail-on-slo missed)."""
 
+EXAMPLE = """
+Example: `tokentwin simulate --model llama-3.1-8b --gpu h200 --dataset-name random --request-rate 20
+--goodput ttft:500 tpot:50 --slo p95_ttft:500 p95_tpot:50 -o runs/first`
+
+Exit codes: 0 done, 1 failed or a request was lost, 2 wrong usage, 3 an SLO missed with `--fail-on-slo`, 130
+interrupted (what happened so far is kept).
+"""
 COMMANDS = (
     ("simulate", "simulate:simulate", "Run a workload on a deployment and judge it."),
     ("memory", "memory:memory", "Work out where a GPU's memory goes and how many KV pages are left."),
@@ -59,7 +66,8 @@ def make_app() -> App:
         version_flags=["--version"],
     )
     for name, where, words in COMMANDS:
-        app.command(f"tokentwin.commands.{where}", name=name, help=words)
+        more = {"help_epilogue": EXAMPLE} if name == "simulate" else {}
+        app.command(f"tokentwin.commands.{where}", name=name, help=words, **more)
     for group, words, commands in GROUPS:
         inner = App(name=group, help=words)
         for name, where, text in commands:

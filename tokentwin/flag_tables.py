@@ -119,8 +119,8 @@ RUN = _rows(
     ("fast_forward", bool, "Leap over decode steps in which nothing changes; off: the same numbers, slower.",
      (), "true"),
     ("config", Path, "YAML file of flags, such as model: llama-3.1-8b; flags given here override it."),
-    ("print_config", bool, "Print the resolved configuration as such a file and stop."),
-    ("disable_tqdm", bool, "No progress bar."),
+    ("print_config", bool, "Print the resolved configuration as such a file and stop.", (), None, False),
+    ("disable_tqdm", bool, "No progress bar.", (), None, False),
 )  # fmt: skip
 
 OUTPUT = _rows(
@@ -141,7 +141,7 @@ OUTPUT = _rows(
     ("date", str, "Date in the JSON: now, or SOURCE_DATE_EPOCH, by default."),
 )  # fmt: skip
 
-JSON = Flag("json", bool, "Print JSON instead.", "Output")
+JSON = Flag("json", bool, "Print JSON instead.", "Output", negative=False)
 
 
 def _one(table: tuple[Flag, ...], name: str) -> Flag:

@@ -26,6 +26,8 @@ class Flag:
     aliases: tuple[str, ...] = ()
     default: str | None = None
     """What holds when the flag is not given, in words."""
+    negative: bool = True
+    """Whether a switch has a `--no-…` that takes it back."""
 
     @property
     def option(self) -> str:
@@ -57,25 +59,38 @@ def takes(*tables: Iterable[Flag]) -> Callable[[Command], Command]:
 
 def _parameter(flag: Flag) -> inspect.Parameter:
     from cyclopts import Group, Parameter
+    from cyclopts.help import DefaultFormatter
 
     how = Parameter(
         help=flag.help,
         alias=flag.aliases,
-        group=Group(flag.group, sort_key=_order(flag)),
+        group=Group(
+            flag.group,
+            sort_key=GROUPS.index(flag.group) if flag.group in GROUPS else len(GROUPS),
+            help_formatter=DefaultFormatter(column_specs=_columns),
+        ),
         show_default=flag.default if flag.default is not None else False,
         consume_multiple=flag.several,
+        negative=None if flag.negative else (),
         negative_iterable=(),
     )
     annotation: Any = Annotated[flag.kind | None, how]
     return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
+def _columns(console: Any, options: Any, entries: Any) -> Any:
+    """Cyclopts' columns with room for the longest of our names."""
+    from cyclopts.help.specs import ColumnSpec, DescriptionColumn, NameRenderer
+
+    width = min(36, console.width * 45 // 100)
+    name = ColumnSpec(
+        renderer=NameRenderer(max_width=width), header="Option", style="cyclopts.name", max_width=width
+    )
+    return name, DescriptionColumn
+
+
 GROUPS = ("Deployment", "Traffic", "Arrivals", "Datasets", "Promises", "Run", "Output")
 """Groups of flags in the order in which help prints them."""
-
-
-def _order(flag: Flag) -> int:
-    return GROUPS.index(flag.group) if flag.group in GROUPS else len(GROUPS)
 
 
 def find(name: str, flags: Mapping[str, Flag], where: str) -> Flag:

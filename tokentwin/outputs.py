@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.results import METRICS, result_date, result_json, save_result, writable
+from experiments.results import METRICS, metadata_pairs, result_date, result_json, save_result, writable
 from serving.errors import UsageError, nearest
 from tokentwin.run import Run
 
@@ -26,7 +26,7 @@ class Outputs:
     append_result: bool = False
     result_dir: Path = Path()
     result_filename: str | None = None
-    metadata: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
     label: str | None = None
     plot_timeline: bool = False
     date: str | None = None
@@ -47,7 +47,7 @@ class Outputs:
         if "append_result" in given and "result_filename" not in given:
             raise UsageError("--append-result needs --result-filename, the file to add to")
         names = {f: given[f] for f in cls.__slots__ if f in given and f not in ("metrics", "metadata")}
-        return cls(**names, metadata=tuple(given.get("metadata", ())), metrics=_metrics(given))
+        return cls(**names, metadata=metadata_pairs(given.get("metadata", ())), metrics=_metrics(given))
 
     def check(self) -> None:
         """Make the folders and fail now rather than after the simulation. Raises UsageError."""
