@@ -167,6 +167,9 @@ class PagePool:
             if page is None:
                 break
             hit.append(page if isinstance(page, int) else next(iter(page)))
+        if len(hit) > 1 and len(set(hit)) < len(hit):
+            # Two keys of one chain are equal: a broken hash. A page is never twice in one table.
+            hit = hit[: next(i for i, page in enumerate(hit) if page in hit[:i])]
         return hit
 
     def _forget(self, pages: Pages) -> None:
