@@ -114,6 +114,9 @@ class Engine:
         self.num_steps += 1
         if self.check:
             scheduler.check()
+            for slot in scheduler.seqs.order:
+                computed, target = int(scheduler.seqs.computed[slot]), int(scheduler.seqs.target[slot])
+                assert computed <= target + self.config.num_speculative_tokens, "more is computed than exists"
         decided = Decisions(
             running=[r.id for r in scheduler.running()],
             waiting=[r.id for r in scheduler.waiting],
