@@ -107,8 +107,8 @@ class MemoryPlan:
             f"{'pages':<26}{self.num_blocks:>9,} of {self.block_size} tokens = {self.kv_tokens:,} tokens",
             f"{'longest context':<26}{self.longest_context:>9,} tokens (model limit {self.max_model_len:,})",
             f"{'sequences of 4,096':<26}{self.paged_sequences(4096):>9,} in pages",
-            f"{'':<26}{self.contiguous_sequences():>9,} if each reserved {self.max_model_len:,} tokens "
-            f"({held / 1e9:.2f} GB) in one piece",
+            f"{'  each in one piece':<26}{self.contiguous_sequences():>9,} reserving "
+            f"{self.max_model_len:,} tokens ({held / 1e9:.2f} GB)",
         ]
         return lines
 
@@ -226,8 +226,8 @@ def plan_memory(
         graphs_in_budget=graphs_in_budget,
         kv_bytes_per_token=per_token,
         kv_formula=(
-            f"2 x {layers} layers x {kv_heads} KV heads x {model.head_dim} x {kv_element:g} bytes "
-            f"= {per_token:,.0f} bytes"
+            f"2 x {layers} layers x {kv_heads} KV heads x {model.head_dim} x {kv_element:g} B "
+            f"= {per_token:,.0f} B"
         ),
         block_size=block_size,
         num_blocks=blocks,
