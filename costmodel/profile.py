@@ -181,7 +181,12 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     text = str(name_or_path)
     path = Path(text).expanduser()
     if path.is_file():
-        return _parse(path.read_text(encoding="utf-8-sig"), where=text)
+        try:
+            content = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise UsageError(f"--gpu {text}: cannot be read: {reason}") from None
+        return _parse(content, where=text)
     known = list_profiles()
     key = text.lower().replace("-", "").replace("_", "").replace(" ", "").removesuffix("sxm")
     if key in known:

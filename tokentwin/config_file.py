@@ -67,7 +67,7 @@ def _typed(flag: Flag, value: Any, path: Path) -> Any:
     try:
         return TypeAdapter(flag.kind).validate_python(value)
     except ValidationError as error:
-        what = error.errors(include_url=False)[0]["msg"]
+        what = error.errors(include_url=False)[0]["msg"].replace("Input should be", "must be")
         raise UsageError(
             f"--config {path}: {flag.name}: {what[:1].lower()}{what[1:]}, got {str(value)[:40]!r}"
         ) from None

@@ -102,7 +102,7 @@ def explain(error: ValidationError, name_of: Callable[[Location], str] = dotted)
     first = error.errors(include_url=False)[0]
     place = name_of(first["loc"])
     kind, value = first["type"], first["input"]
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if kind == "extra_forbidden":
         key = str(first["loc"][-1])
         where = f"{dotted(first['loc'])}" if name_of is dotted else f"{key!r} in {place}"

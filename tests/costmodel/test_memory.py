@@ -70,7 +70,7 @@ def test_pages_beat_reservation_of_the_longest_context() -> None:
     assert plan.paged_sequences(4096) > 20 * plan.contiguous_sequences()
     text = "\n".join(plan.arithmetic())
     assert f"{plan.num_blocks:,} of 16 tokens" in text
-    assert "2 x 32 layers x 8 KV heads x 128 x 2 bytes = 131,072 bytes" in text
+    assert "2 x 32 layers x 8 KV heads x 128 x 2 B = 131,072 B" in text
 
 
 def test_cache_precision_multiplies_pages() -> None:

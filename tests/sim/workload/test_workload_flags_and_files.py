@@ -46,8 +46,8 @@ def one_line(error: UsageError) -> None:
             "--burstiness: must be a positive number",
         ),
         ({"dataset_name": "random", "burstiness": 2}, "burstiness has no effect"),
-        ({"dataset_name": "random", "max_concurrency": 0}, "--max-concurrency: input should be greater"),
-        ({"dataset_name": "random", "num_prompts": 0}, "--num-prompts: input should be greater"),
+        ({"dataset_name": "random", "max_concurrency": 0}, "--max-concurrency: must be greater"),
+        ({"dataset_name": "random", "num_prompts": 0}, "--num-prompts: must be greater"),
         (
             {"dataset_name": "random", "random_range_ratio": 1},
             "--random-range-ratio: range ratio must be in [0, 1)",
