@@ -5,8 +5,8 @@ requests. The function says what a figure is; here is only how its values become
 
 For a figure y, on the log scale where it is a positive quantity:
 
-- calibration moves it by d_k when the k-th factor is one standard deviation off (one run each); to first order its
-  variance is the sum of the d_k squared;
+- calibration moves it by d_k per standard deviation of the k-th factor (one run each, two deviations off, so that a
+  kink is seen, such as host time overtaking device time); to first order its variance is the sum of the d_k squared;
 - N replications draw everything anew; what first order does not explain of them has mean m and deviation s;
 - the 95 % interval is y + m ± sqrt(1.96²·Σ d_k² + t²·s²·(1 + 1/N)), t with N − 1 degrees of freedom.
 
@@ -27,6 +27,8 @@ from sim.record import Floats
 
 NOISE_RUNS = 2
 """Runs in which nothing but the noise of steps is drawn, for its share of the variance."""
+EFFECT_STEP = 2.0
+"""Standard deviations by which one calibration factor is off in its run."""
 Z975 = 1.959964
 _T975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
@@ -121,7 +123,9 @@ class Replicated:
         if not all(math.isfinite(figures.get(name, math.nan)) for figures in every):
             return None
         at = _to(scale, self.nominal[name])
-        effects = {key: _to(scale, figures[name]) - at for key, figures in self.effects.items()}
+        effects = {
+            key: (_to(scale, figures[name]) - at) / EFFECT_STEP for key, figures in self.effects.items()
+        }
         noise = np.array([_to(scale, figures[name]) - at for figures in self.noise_only])
         rest = np.array([_to(scale, figures[name]) - at for figures in self.replicas])
         for i, draw in enumerate(self.draws):
@@ -176,7 +180,7 @@ def plan_draws(spread: Spread, *, seed: int, replications: int, resample: bool) 
     draws = [Draw()]
     if replications < 2:
         return draws
-    draws += [Draw(normals={key: 1.0}) for key in spread.scale()]
+    draws += [Draw(normals={key: EFFECT_STEP}) for key in spread.scale()]
     draws += [Draw(noise_seed=_seed(seed, i, 1)) for i in range(NOISE_RUNS)]
     draws += [
         Draw(spread.draw(seed, i), _seed(seed, i, 2), _seed(seed, i, 3) if resample else None)
