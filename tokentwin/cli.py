@@ -16,11 +16,13 @@ USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 """Exit codes besides 0 (done), 1 (failed, or a request was lost) and 3 (--fail-on-slo missed)."""
 
 EXAMPLE = """
-Example: `tokentwin simulate --model llama-3.1-8b --gpu h200 --dataset-name random --request-rate 20
---goodput ttft:500 tpot:50 --slo p95_ttft:500 p95_tpot:50 -o runs/first`
+Example:
+  tokentwin simulate --model llama-3.1-8b --gpu h200 --dataset-name random \\
+    --request-rate 20 --goodput ttft:500 tpot:50 --slo p95_ttft:500 -o runs/a
 
-Exit codes: 0 done, 1 failed or a request was lost, 2 wrong usage, 3 an SLO missed with `--fail-on-slo`, 130
-interrupted (what happened so far is kept).
+Exit codes:
+  0 done; 1 failed, or a request was lost; 2 wrong usage; 3 an SLO was missed
+  (--fail-on-slo); 130 interrupted: what happened so far is kept
 """
 COMMANDS = (
     ("simulate", "simulate:simulate", "Run a workload on a deployment and judge it."),
@@ -64,12 +66,13 @@ def make_app() -> App:
         help="A discrete-event twin of LLM serving: will this deployment keep its TTFT and TPOT promises?",
         version=VERSION,
         version_flags=["--version"],
+        help_format="plaintext",
     )
     for name, where, words in COMMANDS:
         more = {"help_epilogue": EXAMPLE} if name == "simulate" else {}
         app.command(f"tokentwin.commands.{where}", name=name, help=words, **more)
     for group, words, commands in GROUPS:
-        inner = App(name=group, help=words)
+        inner = App(name=group, help=words, help_format="plaintext")
         for name, where, text in commands:
             inner.command(f"tokentwin.commands.{where}", name=name, help=text)
         app.command(inner)

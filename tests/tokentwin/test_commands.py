@@ -37,7 +37,8 @@ def test_memory_json_adds_up(tokentwin: Command) -> None:
 
 def test_lists_name_everything_shipped(tokentwin: Command) -> None:
     profiles, models = tokentwin("profile", "list").out, tokentwin("model", "list").out
-    assert [line.split()[0] for line in profiles.splitlines()] == list(list_profiles())
+    assert [line.split()[0] for line in profiles.splitlines()[1:]] == list(list_profiles())
+    assert max(map(len, (profiles + models).splitlines())) <= 82
     assert [line.split()[0] for line in models.splitlines()] == list(shipped_models())
 
 
@@ -45,6 +46,7 @@ def test_profile_show(tokentwin: Command, tmp_path: Path) -> None:
     text = tokentwin("profile", "show", "h200").out
     for words in ("gemm/bfloat16", "held-out", "hull:", "TB/s"):
         assert words in text
+    assert max(map(len, text.splitlines())) <= 80
     file = tmp_path / "copy.json"
     file.write_text(tokentwin("profile", "show", "h200", "--json").out, encoding="utf-8")
     assert tokentwin("profile", "show", file).out == text

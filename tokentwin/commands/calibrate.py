@@ -33,6 +33,7 @@ def fit(
     from costmodel.render import render_profile
     from experiments.results import writable
     from serving.errors import UsageError
+    from tokentwin.commands.shelf import wrapped
 
     if not tables:
         raise UsageError("calibrate fit needs tables: name one or more CSV files of kernel timings")
@@ -50,7 +51,7 @@ def fit(
     )
     with writable(output):
         output.write_text(profile.to_json() + "\n", encoding="utf-8")
-    sys.stdout.write(f"{render_profile(profile)}\n\nWrote {output}; use it with --gpu {output}\n")
+    sys.stdout.write(f"{wrapped(render_profile(profile))}\n\nWrote {output}; use it with --gpu {output}\n")
     return 0
 
 

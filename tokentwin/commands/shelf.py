@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import sys
+import textwrap
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -16,15 +17,14 @@ def list_profiles() -> int:
     from costmodel.profile import list_profiles as names
     from costmodel.profile import load_profile
 
+    sys.stdout.write(f"{'profile':<12}{'memory':>7}{'bandwidth':>11}{'fitted':>8}  device\n")
     for name in names():
         profile = load_profile(name)
-        facts = profile.facts
-        fitted = sum(fit.fitted for _, fit in profile.kernels())
-        line = (
-            f"{name:<12}{facts.memory_bytes / 1e9:>6.0f} GB {facts.hbm_bytes_per_s / 1e12:>6.2f} TB/s"
-            f"{fitted:>4} of {len(profile.kernels())} kernels fitted   {facts.product}"
-        )
-        sys.stdout.write(line + "\n")
+        facts, kernels = profile.facts, profile.kernels()
+        fitted = f"{sum(fit.fitted for _, fit in kernels)}/{len(kernels)}"
+        memory, bandwidth = f"{facts.memory_bytes / 1e9:.0f} GB", f"{facts.hbm_bytes_per_s / 1e12:.2f} TB/s"
+        product = facts.product.removeprefix("NVIDIA ")
+        sys.stdout.write(f"{name:<12}{memory:>7}{bandwidth:>11}{fitted:>8}  {product}\n")
     return 0
 
 
@@ -36,11 +36,21 @@ def show_profile(
     from costmodel.render import render_profile
 
     profile = load_profile(name)
-    text = (
-        json_format.dumps(json_format.loads(profile.to_json()), indent=1) if json else render_profile(profile)
-    )
+    if json:
+        text = json_format.dumps(json_format.loads(profile.to_json()), indent=1)
+    else:
+        text = wrapped(render_profile(profile))
     sys.stdout.write(text + "\n")
     return 0
+
+
+def wrapped(text: str, width: int = 80) -> str:
+    """`text` with longer lines broken between words and continued two columns further in."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
 
 
 def list_models() -> int:
