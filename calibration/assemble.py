@@ -182,9 +182,12 @@ def fit_profile(
     for kv_dtype, kv_bytes in KV_BYTES.items():
         fit("prefill", kv_dtype, prefill[kv_dtype], kv_bytes)
         fit("decode", kv_dtype, decode[kv_dtype], kv_bytes)
-    for group in ("gemm", "prefill", "decode", "decode_mixed", "moe"):
+    for group in ("gemm", "prefill", "decode", "moe"):
         if group in layers and "bfloat16" not in fits[group]:
             fit(group, "bfloat16", layers[group])
+    if "mixed" in layers:
+        share = lss.decode_share(layers["mixed"], fits["prefill"]["bfloat16"], hardware(facts))
+        fit("decode_mixed", "bfloat16", share)
     singles: dict[str, KernelFit] = {}
     comm = all_reduce_samples(by_kind.get("comm", []), facts)
     if len(comm):

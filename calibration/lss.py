@@ -16,9 +16,11 @@ import numpy as np
 
 from calibration.tables import Samples, Table, drop_impossible, drop_spikes
 from costmodel.formats import hardware
+from costmodel.kernels import Hardware
 from costmodel.layers import elementwise_bytes, embedding_bytes, final_norm_bytes
 from costmodel.model import ModelShape, load_model
-from costmodel.profile import DeviceFacts
+from costmodel.predict import Kernel
+from costmodel.profile import DeviceFacts, KernelFit
 from serving.errors import UsageError
 
 _NAME = re.compile(r"lss_(?P<gpu>[a-z0-9]+)_(?P<model>.+)_tp(?P<tp>\d+)_(dense|per_sequence|attention|moe)$")
@@ -51,8 +53,9 @@ def layer_samples(tables: Sequence[Table], facts: DeviceFacts) -> dict[str, Samp
         gemm = samples["gemm"]
         n, k = gemm.shape.T
         hw = hardware(facts)
-        bound = np.maximum(2.0 * gemm.grid[:, 0] * n * k / hw.peak_flops, n * k * 2.0 / hw.hbm_bytes_per_s)
-        drop_impossible(gemm, bound)
+        # Weights that fit L2 are read faster than from HBM when a layer is timed again and again.
+        read_s = np.where(n * k * 2.0 > hw.l2_bytes, n * k * 2.0 / hw.hbm_bytes_per_s, 0.0)
+        drop_impossible(gemm, np.maximum(2.0 * gemm.grid[:, 0] * n * k / hw.peak_flops, read_s))
         drop_spikes(gemm)
     return {group: found for group, found in samples.items() if len(found)}
 
@@ -121,21 +124,41 @@ def _attention(table: Table, model: ModelShape, tp: int) -> dict[str, list[Point
     for row in table.rows:
         key = (int(row["prefill_chunk"]), int(row["kv_prefill"]), int(row["n_decode"]), int(row["kv_decode"]))
         times[key] = float(row["time_us"]) * 1e-6
-    found: dict[str, list[Point]] = {"prefill": [], "decode": []}
-    added: dict[tuple[int, int], list[float]] = {}
+    found: dict[str, list[Point]] = {"prefill": [], "decode": [], "mixed": []}
     for (chunk, before, batch, context), seconds in times.items():
         if batch == 0:
             found["prefill"].append((shape, (1.0, float(chunk), float(before)), seconds))
         elif chunk == 0:
             found["decode"].append((shape, (float(batch), float(context)), seconds))
         else:
-            alone = times.get((chunk, before, 0, 0))
-            # Only where the decodes are a good part of the time is their share well determined.
-            if alone is not None and alone < 0.6 * seconds:
-                added.setdefault((batch, context), []).append(seconds - alone)
-    found["decode_mixed"] = [
-        (shape, (float(batch), float(context)), float(np.median(values)))
-        for (batch, context), values in added.items()
-        if len(values) >= 3
-    ]
+            point = (float(chunk), float(before), float(batch), float(context))
+            found["mixed"].append((shape, point, seconds))
     return found
+
+
+def decode_share(mixed: Samples, prefill: KernelFit, hw: Hardware) -> Samples:
+    """What decodes add to the work of a kernel that also prefills: shape (heads, kv_heads), grid (batch, context).
+
+    A mixed kernel takes as long as its longest prefill chunk alone or, if that is more, as all its work: the
+    chunk's share of a busy device plus the decodes. Rows whose chunk alone would take most of the time say
+    nothing about the decodes and are left out; the median over chunks is taken.
+    """
+    kernel = Kernel("prefill", prefill, hw)
+    crowd = 64.0
+    added: dict[tuple[float, ...], list[float]] = {}
+    shapes, which = np.unique(mixed.shape, axis=0, return_inverse=True)
+    for s, shape in enumerate(shapes):
+        rows = which.ravel() == s
+        chunk, before, batch, context = mixed.grid[rows].T
+        alone = kernel.seconds(shape.tolist(), 1.0, chunk, before)
+        share = (kernel.seconds(shape.tolist(), crowd, chunk, before) - kernel.launch_s) / crowd
+        left = mixed.seconds[rows] - np.minimum(kernel.launch_s + share, alone)
+        telling = mixed.seconds[rows] > 1.25 * alone
+        for b, c, value in zip(batch[telling], context[telling], left[telling], strict=True):
+            added.setdefault((*shape.tolist(), b, c), []).append(float(value))
+    kept = {key: float(np.median(values)) for key, values in added.items() if len(values) >= 3}
+    keys = np.array(list(kept)).reshape(len(kept), 4)
+    dropped = Counter(mixed.dropped)
+    dropped["decodes hidden behind the prefill"] += len(mixed) - sum(len(v) for v in added.values())
+    seconds = np.maximum(np.array(list(kept.values())), 1e-7)
+    return Samples("decode_mixed", keys[:, :2], keys[:, 2:], seconds, dropped, mixed.source)

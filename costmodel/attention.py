@@ -19,9 +19,6 @@ from costmodel.profile import DeviceProfile, KernelFit
 
 Floats = npt.NDArray[np.float64]
 
-_BLOCK = 32
-"""Batch sizes whose decode curves are computed together."""
-
 _FAR_CONTEXT = 8192.0
 """Context at which the slope of a chunk's time in earlier context is taken."""
 
@@ -56,8 +53,10 @@ class Attention:
         kv_name: str,
         kv_bytes: float,
         max_context: int,
+        max_batch: int,
     ) -> None:
         self._layers = float(model.num_layers)
+        self._max_batch = max_batch
         self._shape = (float(model.heads_per_rank(tp)), float(model.kv_heads_per_rank(tp)))
         self._hw = hardware(profile.facts, kv_bytes=kv_bytes, head_dim=model.head_dim)
         self.notes: list[str] = []
@@ -74,6 +73,7 @@ class Attention:
         self.knots: list[float] = self.knots_array.tolist()
         self._curves: dict[int, DecodeCurve] = {}
         self._mixed_curves: dict[int, DecodeCurve] = {}
+        self._tables: dict[str, tuple[Floats, Floats]] = {}
         self.launch_s = self._prefill.launch_s * self._layers
         self.decode_launch_s = self._decode.launch_s * self._layers
 
@@ -121,61 +121,70 @@ class Attention:
         floor = 4.0 * self._shape[0] * self._hw.head_dim * pairs / self._hw.peak_flops
         return np.maximum(seconds, floor) * self._layers
 
-    # -- decode ----------------------------------------------------------------------------------------------
+    # -- decode -----------------------------------------------------------------------------------------------
 
     def decode_curve(self, batch: int) -> DecodeCurve:
         """The curve of a batch of decodes alone in a step."""
         curve = self._curves.get(batch)
         if curve is None:
-            self._fill(self._curves, self._decode, batch, self.decode_launch_s)
-            curve = self._curves[batch]
+            curve = self._curves[batch] = self._curve(self._decode, batch, self.decode_launch_s, 0.0)
         return curve
 
     def mixed_curve(self, batch: int) -> DecodeCurve:
-        """What a batch of decodes adds to a step that also prefills."""
+        """What a batch of decodes adds to the work of a step that also prefills."""
         curve = self._mixed_curves.get(batch)
         if curve is None:
             if self._mixed is None:
-                self._fill(
-                    self._mixed_curves, self._decode, batch, self.decode_launch_s, less=self.decode_launch_s
-                )
+                curve = self._curve(self._decode, batch, 0.0, self.decode_launch_s)
             else:
-                self._fill(self._mixed_curves, self._mixed, batch, 0.0)
-            curve = self._mixed_curves[batch]
+                curve = self._curve(self._mixed, batch, 0.0, 0.0)
+            self._mixed_curves[batch] = curve
         return curve
 
-    def _fill(
-        self, curves: dict[int, DecodeCurve], kernel: Kernel, batch: int, launch_s: float, less: float = 0.0
-    ) -> None:
-        first = (batch - 1) // _BLOCK * _BLOCK + 1
-        batches = np.arange(first, first + _BLOCK, dtype=np.float64)
+    def _curve(self, kernel: Kernel, batch: int, launch_s: float, less: float) -> DecodeCurve:
+        batches, table = self._decode_table(kernel, batch)
+        high = int(np.searchsorted(batches, batch))
+        row = table[high]
+        if batches[high] != batch:
+            share = (batch - batches[high - 1]) / (batches[high] - batches[high - 1])
+            row = table[high - 1] * (1.0 - share) + row * share
+        row = np.maximum(row - less, 0.0)
+        slopes = np.diff(row) / np.diff(self.knots_array)
+        # At equal contexts the longest sequence never decides: the measurement already includes it.
+        cap = float(np.min((row - launch_s) / self.knots_array))
+        longest = max(0.0, min(self._longest_slope(kernel, batch), cap))
+        return DecodeCurve(row.tolist(), slopes.tolist(), row, slopes, longest)
+
+    def _decode_table(self, kernel: Kernel, batch: int) -> tuple[Floats, Floats]:
+        """Batch sizes (B,) up to at least `batch`, and seconds (B, knots), rising along both axes."""
+        found = self._tables.get(kernel.kind)
+        if found is not None and found[0][-1] >= batch:
+            return found
+        # Sized by the engine's limit at once: curves must not depend on which batch was asked for first.
+        most = -(-max(self._max_batch, batch, 64) // 16) * 16
+        batches = np.concatenate([np.arange(1, 32), np.arange(32, 256, 8), np.arange(256, most + 16, 16)])
+        batches = batches[batches <= most].astype(np.float64)
         seconds = kernel.seconds(self._shape, batches[:, None], self.knots_array[None, :])
         kv_bytes = 2.0 * self._shape[1] * self._hw.head_dim * self._hw.kv_bytes
         floor = batches[:, None] * self.knots_array[None, :] * kv_bytes / self._hw.hbm_bytes_per_s
-        table = monotone(np.maximum(seconds, floor), axis=1) * self._layers
-        table = np.maximum(monotone(table, axis=0), floor * self._layers)
-        table = np.maximum(table - less, 0.0)
-        slopes = np.diff(table, axis=1) / np.diff(self.knots_array)
-        lone = self._longest_slopes(kernel, batches)
-        for i in range(_BLOCK):
-            # At equal contexts the longest sequence never decides: the measurement already includes it.
-            cap = float(np.min((table[i] - (launch_s - less)) / self.knots_array))
-            curves[first + i] = DecodeCurve(
-                table[i].tolist(), slopes[i].tolist(), table[i], slopes[i], max(0.0, min(float(lone[i]), cap))
-            )
+        table = monotone(monotone(np.maximum(seconds, floor), axis=1), axis=0)
+        found = self._tables[kernel.kind] = (batches, np.maximum(table, floor) * self._layers)
+        return found
 
-    def _longest_slopes(self, kernel: Kernel, batches: Floats) -> Floats:
+    def _longest_slope(self, kernel: Kernel, batch: int) -> float:
         """Seconds per context token of one sequence's thread blocks, when they are alone on the device.
 
-        A lone block walks a token in the fitted `token_s`; the kernel splits a sequence over as many blocks
-        as its batch leaves idle multiprocessors (FlashDecoding), but not inside a mixed kernel.
+        A lone block walks a token in the fitted `token_s`; the kernel splits a sequence over as many blocks as its
+        batch leaves idle multiprocessors (FlashDecoding), but not inside a mixed kernel.
         """
-        coefficients = kernel.coefficients
-        walk = coefficients["token_s"] * self._layers
+        heads, kv_heads = self._shape
+        c = kernel.coefficients
         if kernel.kind == "decode_mixed":
-            return np.full(batches.shape, walk)
-        splits = np.clip(np.floor(self._hw.num_sms / (batches * self._shape[1])), 1.0, 128.0)
-        return np.asarray(walk / splits)
+            return c["token_s"] * self._layers
+        alone = heads == kv_heads
+        most = c["mha_splits"] if alone else 128.0
+        splits = min(max(self._hw.num_sms // (batch * kv_heads), 1.0), most)
+        return c["mha_token_s" if alone else "token_s"] * self._layers / splits
 
     def unmeasured(self, most_batch: int, most_context: int, most_tokens: int) -> list[str]:
         """What lies outside the measured hull, in words."""

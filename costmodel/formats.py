@@ -98,7 +98,6 @@ def hardware(
     *,
     kv_bytes: float = 2.0,
     head_dim: int = 128,
-    weights_cached: bool = True,
 ) -> Hardware:
     """The figures of a device that a formula needs, for one number format."""
     return Hardware(
@@ -111,5 +110,4 @@ def hardware(
         activation_bytes=fmt.activation_bytes,
         kv_bytes=kv_bytes,
         head_dim=head_dim,
-        weights_cached=weights_cached,
     )

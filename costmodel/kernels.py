@@ -33,8 +33,6 @@ class Hardware:
     activation_bytes: float = 2.0
     kv_bytes: float = 2.0
     head_dim: int = 128
-    weights_cached: bool = True
-    """Whether small weights may sit in L2, as in a benchmark that repeats a layer; not in a model's step."""
 
 
 def smooth_max(a: Floats, b: Floats, power: float) -> Floats:
@@ -81,8 +79,7 @@ def gemm_s(c: Coefficients, hw: Hardware, n: Floats, k: Floats, m: Floats) -> Fl
     quantised = hw.activation_bytes < 2.0
     moved = weights + m * k * hw.activation_bytes + m * n * 2.0
     cached = 1.0 + (weights / (hw.l2_bytes * c["l2_share"])) ** 2
-    gain = 1.0 + c["l2_gain"] / cached if hw.weights_cached else 1.0
-    bandwidth = hw.hbm_bytes_per_s * c["hbm_efficiency"] * gain
+    bandwidth = hw.hbm_bytes_per_s * c["hbm_efficiency"] * (1.0 + c["l2_gain"] / cached)
     rate_per_sm = hw.peak_flops / hw.num_sms
     half, power = c["occupancy_half"], 1.0 + c["smoothing"]
     for tile_m, tile_n in _TILES:

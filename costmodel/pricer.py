@@ -65,7 +65,13 @@ class StepPricer:
         kv_name, self._kv_bytes = kv_format(kv_cache_dtype)
         self._linear_layers = LinearLayers(model, profile, tensor_parallel_size, self._format)
         self._attention = Attention(
-            model, profile, tensor_parallel_size, kv_name, self._kv_bytes, model.max_position_embeddings
+            model,
+            profile,
+            tensor_parallel_size,
+            kv_name,
+            self._kv_bytes,
+            model.max_position_embeddings,
+            max_num_seqs,
         )
         self._max_tokens, self._max_seqs = max_num_batched_tokens, max_num_seqs
         self._graphs = graph_sizes(max_num_seqs, max_num_batched_tokens) if cuda_graphs else []
@@ -127,10 +133,11 @@ class StepPricer:
             if by_itself > longest:
                 longest = by_itself
             work = work + (share[chunk] + share_slope[chunk] * seen)
-        attention = longest if longest > work else work
         if num_decodes:
-            attention = self._mixed_s(attention, num_decodes, decode_context_sum, decode_context_max)
-        return total + attention
+            work, last = self._mixed_s(work, num_decodes, decode_context_sum, decode_context_max)
+            if last > longest:
+                longest = last
+        return total + (longest if longest > work else work)
 
     def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
         """Device seconds of `num_steps` decode steps, shape (num_steps,); each context grows by one a step.
@@ -164,12 +171,14 @@ class StepPricer:
         longest = self._decode_launch_s + most * curve.longest_slope
         return longest if longest > attention else attention
 
-    def _mixed_s(self, prefill: float, num_decodes: int, context_sum: int, context_max: int) -> float:
+    def _mixed_s(
+        self, work: float, num_decodes: int, context_sum: int, context_max: int
+    ) -> tuple[float, float]:
+        """(all work of a kernel that prefills and decodes, when its longest decode would be done)."""
         curve = self._attention.mixed_curve(num_decodes)
-        attention = prefill + self._on_curve(curve, context_sum / num_decodes)
         most = context_max if context_max < self._window else self._window
         longest = self._prefill_launch_s + most * curve.longest_slope
-        return longest if longest > attention else attention
+        return work + self._on_curve(curve, context_sum / num_decodes), longest
 
     def _on_curve(self, curve: DecodeCurve, mean: float) -> float:
         if mean > self._window:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from calibration.assemble import decode_samples, gemm_samples, prefill_samples
@@ -12,6 +13,8 @@ from calibration.ship import RECIPES, build
 from calibration.tables import read_table
 from costmodel.datasheet import device_facts
 from costmodel.formats import hardware
+from costmodel.model import load_model
+from costmodel.pricer import StepPricer
 from costmodel.profile import load_profile
 
 KERNELS = Path(__file__).resolve().parents[3] / "shared" / "data" / "kernels"
@@ -39,7 +42,7 @@ def test_h200_decode_attention_on_unseen_heads(kv_dtype: str, kv_bytes: float) -
     table = read_table(KERNELS / "kernels_attn_gen_h200_sxm_vllm-0.24.0.csv")
     samples = decode_samples([table], kv_dtype, H200)
     error, _ = leave_shape_out("decode", samples, hardware(H200, kv_bytes=kv_bytes))
-    assert error <= 0.04
+    assert error <= 0.03
 
 
 def test_h200_prefill_attention_on_unseen_heads() -> None:
@@ -57,3 +60,37 @@ def test_shipped_profiles_are_what_the_command_makes() -> None:
         stored = dict(shipped.kernels())[kernel]
         assert stored.errors.held_out == pytest.approx(fit.errors.held_out, abs=1e-3), kernel
     assert set(RECIPES) == {"h200", "h100", "a100", "b200", "l40s", "rtx4090", "rtxpro6000"}
+
+
+@pytest.mark.parametrize("gpu", ["rtx4090", "rtxpro6000"])
+def test_steps_of_a_layer_profile_are_reproduced(gpu: str) -> None:
+    """Llama-3.1-8B from the layers it was fitted to: linear layers within 2 %, decodes 1 %, mixed batches
+    10 %."""
+    price = StepPricer(
+        load_model("llama-3.1-8b"), load_profile(gpu), max_num_batched_tokens=4096, max_num_seqs=256
+    )
+    layers = price.model.num_layers
+    stem = f"kernels_lss_{gpu}_llama-3.1-8b_tp1"
+    times: dict[int, dict[str, float]] = {}
+    for row in read_table(KERNELS / f"{stem}_dense.csv").rows:
+        times.setdefault(int(row["tokens"]), {})[row["layer"]] = float(row["time_us"]) * 1e-6
+    linear = []
+    for tokens, t in times.items():
+        ends = t.pop("embedding") + t.pop("final_layernorm")
+        whole = layers * (sum(t.values()) + t["layernorm"]) + ends  # the norm runs twice a layer
+        linear.append(price.step_s(tokens, 0, (), 0, 0, 0) / whole - 1)
+    assert np.mean(np.abs(linear)) < 0.02
+    errors: dict[str, list[float]] = {"decode": [], "prefill": [], "mixed": []}
+    for row in read_table(KERNELS / f"{stem}_attention.csv").rows:
+        chunk, before = int(row["prefill_chunk"]), int(row["kv_prefill"])
+        batch, context = int(row["n_decode"]), int(row["kv_decode"])
+        prefills = [(chunk, before)] if chunk else []
+        tokens = chunk + batch
+        step = price.step_s(tokens, 0, prefills, batch, batch * context, context)
+        attention = (step - price.step_s(tokens, 0, (), 0, 0, 0)) / layers
+        kind = "decode" if not chunk else "mixed" if batch else "prefill"
+        errors[kind].append(attention / (float(row["time_us"]) * 1e-6) - 1)
+    assert np.mean(np.abs(errors["decode"])) < 0.01
+    assert np.mean(np.abs(errors["prefill"])) < 0.05
+    assert np.mean(np.abs(errors["mixed"])) < 0.10
+    assert abs(np.mean(errors["mixed"])) < 0.02
