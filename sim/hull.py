@@ -1,0 +1,126 @@
+"""What of a prediction lies outside the measured hull: device, formats and shapes before a run; batches, contexts and
+chunks that really occurred after it.
+
+A measured hull is the box of smallest and largest measured values per axis, kept with each fit of a profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodel.formats import gemm_format, kv_format
+from costmodel.profile import KernelFit
+from serving.errors import UsageError
+from sim.deployment import Built
+from sim.record import Floats, RunRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Extrapolation:
+    """One thing that was priced without having been measured."""
+
+    what: str
+    """In words, such as "decode: batch 1 to 400 outside the measured 1 to 256"."""
+    steps: float | None = None
+    """Share of the run's steps that it touches; None where it touches all or is known before the run."""
+
+    @property
+    def words(self) -> str:
+        """The line that is printed."""
+        return self.what if self.steps is None else f"{self.what} (in {_percent(self.steps)} of steps)"
+
+
+def before_run(built: Built) -> tuple[Extrapolation, ...]:
+    """What is known from the deployment alone: device, number formats, head size, weight shapes."""
+    lines = built.pricer.extrapolations(max_context=_least(built, "context"), max_batch=1, max_tokens=16)
+    return tuple(Extrapolation(line) for line in dict.fromkeys(lines))
+
+
+def after_run(built: Built, record: RunRecord) -> tuple[Extrapolation, ...]:
+    """All of `before_run`, and the batches, contexts and chunks of the run that were never measured."""
+    found = list(before_run(built))
+    steps = record.steps
+    if not len(steps):
+        return tuple(found)
+    decodes = steps.num_decodes > 0
+    prefills = steps.num_prefills > 0
+    mean_context: Floats = np.divide(
+        steps.decode_context_sum[decodes], steps.num_decodes[decodes], dtype=np.float64
+    )
+    longest = int((record.requests.prompt_tokens + record.requests.output_tokens).max())
+    chunk: Floats = np.divide(
+        steps.num_prefill_tokens[prefills], steps.num_prefills[prefills], dtype=np.float64
+    )
+    before = (steps.prefill_context_sum - steps.num_prefill_tokens)[prefills]
+    earlier: Floats = np.divide(before, steps.num_prefills[prefills], dtype=np.float64)
+    kv = kv_format(built.deployment.kv_cache_dtype)[0]
+    profile, count = built.profile, len(steps)
+    alone, mixed = ~prefills[decodes], prefills[decodes]
+    axes: list[tuple[str, KernelFit | None, Mapping[str, Floats]]] = [
+        (
+            "decode",
+            profile.decode.get(kv),
+            {"batch": steps.num_decodes[decodes][alone] * 1.0, "context": mean_context[alone]},
+        ),
+        (
+            "decode_mixed",
+            profile.decode_mixed.get(kv),
+            {"batch": steps.num_decodes[decodes][mixed] * 1.0, "context": mean_context[mixed]},
+        ),
+        ("prefill", profile.prefill.get(kv), {"tokens": chunk, "context": earlier}),
+        (
+            "gemm",
+            profile.gemm.get(gemm_format(built.deployment.dtype, built.deployment.quantization).name),
+            {"m": steps.num_tokens * 1.0},
+        ),
+    ]
+    for name, fit, values in axes:
+        for axis, seen in values.items():
+            found += _outside(name, axis, fit, seen, count)
+    least, most = _range(profile.decode.get(kv), "context")
+    if longest > most:
+        found.append(
+            Extrapolation(
+                f"decode: longest sequence {longest} tokens, contexts measured {least:g} to {most:g}"
+            )
+        )
+    return tuple(found)
+
+
+def check_strict(found: tuple[Extrapolation, ...]) -> None:
+    """`--strict`: raise UsageError when anything is extrapolated.
+
+    Ask with `before_run` before simulating and with `after_run` afterwards (results may be kept; the exit code is 2).
+    """
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise UsageError(
+            f"--strict: not measured: {found[0].words}{more}; calibrate for it, or leave --strict out to extrapolate"
+        )
+
+
+def _outside(name: str, axis: str, fit: KernelFit | None, seen: Floats, count: int) -> list[Extrapolation]:
+    if fit is None or axis not in fit.hull or not len(seen):
+        return []
+    least, most = fit.hull[axis]
+    out = (seen < least) | (seen > most)
+    if not out.any():
+        return []
+    what = f"{name}: {axis} {seen.min():.0f} to {seen.max():.0f} outside the measured {least:g} to {most:g}"
+    return [Extrapolation(what, float(out.sum()) / count)]
+
+
+def _range(fit: KernelFit | None, axis: str) -> tuple[float, float]:
+    return fit.hull.get(axis, (0.0, float("inf"))) if fit is not None else (0.0, float("inf"))
+
+
+def _least(built: Built, axis: str) -> int:
+    kv = kv_format(built.deployment.kv_cache_dtype)[0]
+    return max(16, int(_range(built.profile.decode.get(kv), axis)[0]))
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else "under 1%"
