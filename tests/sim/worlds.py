@@ -67,3 +67,30 @@ def make_workload(
         think_s=np.asarray(think_s if think_s is not None else [0.0] * count, np.float64),
         closed_loop=ClosedLoop(max_concurrency) if max_concurrency is not None else None,
     )
+
+
+class DrawnPricer:
+    """The n-th step of the run takes `times_s[n]`, whatever is in it."""
+
+    def __init__(self, times_s: Floats) -> None:
+        self._times_s = times_s.tolist()
+        self._next = 0
+
+    def step_s(
+        self,
+        num_tokens: int,
+        num_sampled: int,
+        prefills: Sequence[tuple[int, int]],
+        num_decodes: int,
+        decode_context_sum: int,
+        decode_context_max: int,
+    ) -> float:
+        self._next += 1
+        return float(self._times_s[self._next - 1])
+
+    def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
+        # A leap may be cut before its end, so that its times are looked up and not used up.
+        return np.full(num_steps, self._times_s[self._next])
+
+    def host_s(self, num_seqs: int, num_tokens: int) -> float:
+        return 0.0
