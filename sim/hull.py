@@ -6,7 +6,6 @@ A measured hull is the box of smallest and largest measured values per axis, kep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,39 +46,32 @@ def after_run(built: Built, record: RunRecord) -> tuple[Extrapolation, ...]:
         return tuple(found)
     decodes = steps.num_decodes > 0
     prefills = steps.num_prefills > 0
-    mean_context: Floats = np.divide(
-        steps.decode_context_sum[decodes], steps.num_decodes[decodes], dtype=np.float64
+    batch, context, tokens, chunks, before = (
+        column.astype(np.float64)
+        for column in (
+            steps.num_decodes,
+            steps.decode_context_sum,
+            steps.num_prefill_tokens,
+            steps.num_prefills,
+            steps.prefill_context_sum - steps.num_prefill_tokens,
+        )
     )
-    longest = int((record.requests.prompt_tokens + record.requests.output_tokens).max())
-    chunk: Floats = np.divide(
-        steps.num_prefill_tokens[prefills], steps.num_prefills[prefills], dtype=np.float64
-    )
-    before = (steps.prefill_context_sum - steps.num_prefill_tokens)[prefills]
-    earlier: Floats = np.divide(before, steps.num_prefills[prefills], dtype=np.float64)
+    alone, mixed = decodes & ~prefills, decodes & prefills
     kv = kv_format(built.deployment.kv_cache_dtype)[0]
-    profile, count = built.profile, len(steps)
-    alone, mixed = ~prefills[decodes], prefills[decodes]
-    axes: list[tuple[str, KernelFit | None, Mapping[str, Floats]]] = [
-        (
-            "decode",
-            profile.decode.get(kv),
-            {"batch": steps.num_decodes[decodes][alone] * 1.0, "context": mean_context[alone]},
-        ),
-        (
-            "decode_mixed",
-            profile.decode_mixed.get(kv),
-            {"batch": steps.num_decodes[decodes][mixed] * 1.0, "context": mean_context[mixed]},
-        ),
-        ("prefill", profile.prefill.get(kv), {"tokens": chunk, "context": earlier}),
-        (
-            "gemm",
-            profile.gemm.get(gemm_format(built.deployment.dtype, built.deployment.quantization).name),
-            {"m": steps.num_tokens * 1.0},
-        ),
+    gemm = gemm_format(built.deployment.dtype, built.deployment.quantization).name
+    profile = built.profile
+    seen: list[tuple[str, KernelFit | None, str, Floats]] = [
+        ("decode", profile.decode.get(kv), "batch", batch[alone]),
+        ("decode", profile.decode.get(kv), "context", context[alone] / batch[alone]),
+        ("decode_mixed", profile.decode_mixed.get(kv), "batch", batch[mixed]),
+        ("decode_mixed", profile.decode_mixed.get(kv), "context", context[mixed] / batch[mixed]),
+        ("prefill", profile.prefill.get(kv), "tokens", tokens[prefills] / chunks[prefills]),
+        ("prefill", profile.prefill.get(kv), "context", before[prefills] / chunks[prefills]),
+        ("gemm", profile.gemm.get(gemm), "m", steps.num_tokens.astype(np.float64)),
     ]
-    for name, fit, values in axes:
-        for axis, seen in values.items():
-            found += _outside(name, axis, fit, seen, count)
+    for name, fit, axis, values in seen:
+        found += _outside(name, axis, fit, values, len(steps))
+    longest = int((record.requests.prompt_tokens + record.requests.output_tokens).max())
     least, most = _range(profile.decode.get(kv), "context")
     if longest > most:
         found.append(
