@@ -26,6 +26,8 @@ lint: $(VENV)/.dev ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@if $(BIN)/python -c 'import torch' 2>/dev/null; then $(BIN)/mypy -p realengine; \
+		else echo 'realengine is not type-checked, because torch is not installed'; fi
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.dev ## Measure speed (reads ../shared/data where there is one)
