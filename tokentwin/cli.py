@@ -105,8 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None and error.strerror is None:
             raise
-        where = f" {error.filename}" if error.filename is not None else ""
-        return _fail(f"cannot use{where}: {error.strerror}", UsageError.exit_code)
+        if error.filename is None:
+            return _fail(str(error.strerror), TokenTwinError.exit_code)
+        return _fail(f"{error.filename}: {error.strerror}", UsageError.exit_code)
     return code if isinstance(code, int) else 0
 
 

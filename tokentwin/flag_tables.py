@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,7 +149,8 @@ def _one(table: tuple[Flag, ...], name: str) -> Flag:
     return next(flag for flag in table if flag.name == name)
 
 
-CONFIG, SEED, BLOCK_SIZE = _one(RUN, "config"), _one(RUN, "seed"), _one(DEPLOYMENT, "block_size")
+CONFIG, SEED = _one(RUN, "config"), _one(RUN, "seed")
+BLOCK_SIZE = replace(_one(DEPLOYMENT, "block_size"), group="Run")
 
 SIMULATE: dict[str, Flag] = {
     flag.name: flag for table in (DEPLOYMENT, TRAFFIC, PROMISES, RUN, OUTPUT) for flag in table

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -50,13 +51,15 @@ def caller(capsys: pytest.CaptureFixture[str]) -> Command:
     return call
 
 
-def spawn(*arguments: str | Path, folder: Path, **environment: str) -> subprocess.Popen[str]:
+def spawn(
+    *arguments: str | Path, folder: Path, stdout: int | IO[str] = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
     """The command line as a process, with interrupts as a terminal has them."""
     return subprocess.Popen(
         [sys.executable, "-m", "tokentwin", *map(str, arguments)],
         cwd=folder,
         env=os.environ | environment,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -66,3 +66,14 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     process.wait(timeout=60)
     assert "Traceback" not in process.stderr.read()
     process.stderr.close()
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    with full.open("w") as out:
+        process = spawn("profile", "list", folder=tmp_path, stdout=out)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err == "error: No space left on device\n"
