@@ -66,24 +66,25 @@ class Scheduler:
 
     # ---- requests in and out -------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> bool:
-        """Queue a request. False when it can never run: `request.state` is REJECTED and `request.reason` says why."""
+    def refusal(self, request: Request) -> str:
+        """Why `request` can never run here; empty when it can."""
         config = self.config
-        reason = ""
         if request.prompt_tokens < 1:
-            reason = f"prompt of {request.prompt_tokens} tokens; at least 1 is needed"
-        elif request.max_tokens < 1:
-            reason = f"max_tokens is {request.max_tokens}; at least 1 is needed"
-        elif request.prompt_tokens >= config.max_model_len:
-            reason = f"prompt of {request.prompt_tokens} tokens leaves no room in max_model_len {config.max_model_len}"
-        elif request.prompt_tokens + 1 > self.longest:
-            reason = (
+            return f"prompt of {request.prompt_tokens} tokens; at least 1 is needed"
+        if request.max_tokens < 1:
+            return f"max_tokens is {request.max_tokens}; at least 1 is needed"
+        if request.prompt_tokens >= config.max_model_len:
+            return f"prompt of {request.prompt_tokens} tokens leaves no room in max_model_len {config.max_model_len}"
+        if request.prompt_tokens + 1 > self.longest:
+            return (
                 f"prompt of {request.prompt_tokens} tokens needs more than the whole KV cache "
                 f"({config.num_pages} pages of {config.page_tokens} tokens)"
             )
-        elif (why := self.policy.refuses(request, config)) is not None:
-            reason = why
-        if reason:
+        return self.policy.refuses(request, config) or ""
+
+    def add(self, request: Request) -> bool:
+        """Queue a request. False when it can never run: `request.state` is REJECTED and `request.reason` says why."""
+        if reason := self.refusal(request):
             request.state, request.reason = State.REJECTED, reason
             return False
         self._serials[request] = self._next_serial

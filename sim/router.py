@@ -58,6 +58,8 @@ class Central(Router):
     def submit(self, request: Request) -> bool:
         replica = self._free()
         if replica is None or self._waiting:
+            if self.replicas[0].scheduler.refusal(request):
+                return self.replicas[0].submit(request)  # no seat will ever do, so that it is refused at once
             self._waiting.append(request)
             return True
         return replica.submit(request)
