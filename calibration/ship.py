@@ -16,6 +16,9 @@ from calibration.fit import DEFAULT_OPTIONS, Options
 from costmodel.profile import DeviceProfile, FitErrors, Provenance
 
 AIC = "github.com/ai-dynamo/aiconfigurator 095f58a51c4c (Apache-2.0)"
+FITTED_ON = "2026-11-29"
+"""Day of the shipped fits; change it when tables, formulas or options change."""
+
 LSS = "github.com/casys-kaist/LLMServingSim 5daddb21a545 (MIT)"
 
 
@@ -182,6 +185,7 @@ def build(name: str, data: Path, options: Options = DEFAULT_OPTIONS) -> DevicePr
             measured="public kernel timings (CUDA-graph replay for AIConfigurator, eager for LLMServingSim)",
             repositories=list(recipe.repositories),
             engine_versions=list(recipe.engine_versions),
+            fitted_on=FITTED_ON,
             fitted_by="python -m calibration.ship",
             notes=[
                 f"{group} {fit} borrowed from {device}".replace("  ", " ")

@@ -73,6 +73,8 @@ def _provenance(profile: DeviceProfile) -> list[str]:
         ("note", p.notes),
     ):
         lines += [f"    {title}: {value}" for value in values]
+    if p.fitted_on:
+        lines.append(f"    fitted on: {p.fitted_on}")
     if p.fitted_by:
         lines.append(f"    made by: {p.fitted_by}")
     return lines
