@@ -153,9 +153,6 @@ class _Replay:
         plan = scheduler.plan(0.0)
         decided = self._decisions(plan)
         decided["waiting"] = sorted(str(request.id) for request in scheduler.waiting)
-        decided["bt"] = {
-            str(request.id): scheduler.seqs.pages_of(request.slot).tolist() for request in scheduler.running()
-        }
         out, finished = self._execute(plan)
         decided["out"] = out
         decided["finished"] = sorted(finished)
@@ -183,6 +180,10 @@ class _Replay:
             "resumed": [],
             "preempted": [],
             "spec": {},
+            "bt": {
+                str(request.id): scheduler.seqs.pages_of(request.slot).tolist()
+                for request in scheduler.running()
+            },
         }
         if plan is None:
             return decided

@@ -56,12 +56,10 @@ class Scheduler:
         self._next_serial = 0
         self._cooling: list[tuple[int, int]] = []
         # A sequence may never want more pages than exist: it ends with reason "length" when the last page is full.
-        room = (
-            config.num_pages * config.page_tokens
-            + 1
-            - config.num_speculative_tokens
-            - config.lookahead_tokens
-        )
+        # Drafts that may be rejected need room as well, except past max_model_len, where nothing is drafted.
+        room = config.num_pages * config.page_tokens
+        if room < config.max_model_len:
+            room += 1 - config.num_speculative_tokens - config.lookahead_tokens
         self.longest = min(config.max_model_len, room)
 
     # ---- requests in and out -------------------------------------------------------------------------------
@@ -220,6 +218,8 @@ class Scheduler:
             kept = min(count, room)
             if kept < count:
                 seqs.computed[slot] -= count - kept
+                if self.config.async_scheduling:
+                    seqs.target[slot] -= count - kept
             seqs.known[slot] += kept
             if tokens is not None and isinstance(request.keys, TokenKeys):
                 request.keys.extend(tokens[:kept])
