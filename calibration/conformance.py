@@ -22,6 +22,18 @@ from serving.request import Request, TokenKeys
 from serving.scheduler import Scheduler
 
 _VOCABULARY = 50
+_FIELDS = {
+    "config": (
+        "num_blocks",
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_model_len",
+        "prefix",
+    ),
+    "requests": ("id", "arrive", "prompt", "max_tokens"),
+    "steps": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +98,14 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with gzip.open(path) as file:
             trace = json.load(file)
-        for key in ("config", "requests", "steps"):
-            trace[key]
+        for part, fields in _FIELDS.items():
+            for entry in [trace[part]] if part == "config" else trace[part]:
+                missing = [field for field in fields if field not in entry]
+                if missing:
+                    raise KeyError(f"{part} lacks {', '.join(missing)}")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is not a recorded schedule: {error!r}") from error
+        why = error.args[0] if isinstance(error, KeyError) else error
+        raise UsageError(f"{path} is not a recorded schedule: {why}") from error
     return dict(trace)
 
 
