@@ -99,7 +99,7 @@ def number(row: Mapping[str, str], column: str, path: Path) -> float:
 
 def plain_workload(
     name: str,
-    sent_s: Floats,
+    sent_s: Floats | Sequence[float],
     prompt_tokens: Sequence[int],
     output_tokens: Sequence[int],
     *,
@@ -108,6 +108,7 @@ def plain_workload(
     max_concurrency: int | None = None,
 ) -> Workload:
     """A workload of one tenant, sorted by `sent_s`; `hash_ids` name the blocks of each prompt, in order."""
+    sent_s = np.asarray(sent_s, np.float64)
     order = np.argsort(sent_s, kind="stable")
     prompt = np.asarray(prompt_tokens, np.int64)[order]
     offsets, ends, streams = [0], np.empty(0, np.int64), np.empty(0, np.int64)
@@ -123,7 +124,7 @@ def plain_workload(
     count = len(order)
     return Workload(
         name=name,
-        sent_s=np.asarray(sent_s, np.float64)[order],
+        sent_s=sent_s[order],
         prompt_tokens=prompt,
         output_tokens=np.asarray(output_tokens, np.int64)[order],
         tenant=np.zeros(count, np.int64),

@@ -1,0 +1,54 @@
+"""`tokentwin validate`: exit codes and files, on a run that the twin itself made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from calibration.observed import plain_workload
+from experiments.results import save_run
+from sim.deployment import Deployment, build, simulate
+from sim.metrics import summarise
+from tokentwin.cli import main
+
+ENGINE = Deployment(model="llama-3.1-8b", gpu="h200", max_num_seqs=8)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    record = simulate(plain_workload("w", [0.0, 0.1, 0.2], [50, 60, 70], [5, 6, 7]), build(ENGINE))
+    save_run(record, summarise(record), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_within_the_tolerance_it_exits_0_and_writes_both_files(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["validate", "--against", str(saved), "--tolerance", "1", "-o", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["validation.html", "validation.json"]
+    assert "within the tolerance" in capsys.readouterr().out
+
+
+def test_over_the_tolerance_it_exits_1(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--against", str(saved), "--profile", "l40s", "--tolerance", "1"]) == 1
+    assert "over the tolerance" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--against is missing"),
+        (["--against", "nowhere"], "no run to compare with"),
+        (["--against", "nowhere", "--tolerance", "0"], "above 0"),
+        (["--against", "nowhere", "--max-num-seqs", "4"], "--max-num-seqs has no effect"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

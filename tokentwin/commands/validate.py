@@ -1,0 +1,80 @@
+"""`tokentwin validate`: a real run beside its twin."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from calibration.validate import validate as compare
+from experiments.validation_report import save_validation, validation_lines
+from serving.errors import UsageError
+from sim.deployment import Deployment
+from tokentwin.flag_tables import DEPLOYMENT
+from tokentwin.flags import Flag, takes
+from tokentwin.job import make_deployment
+
+RUN = (
+    Flag(
+        "against",
+        Path,
+        "The real run: a folder with X_requests.csv and X_runs.csv, an InferenceX CSV, a run folder, or a "
+        "JSON of vllm bench serve --save-detailed.",
+    ),
+    Flag("profile", str, "Device profile of the twin.", default="the device of the run"),
+    Flag("run", str, "Which run of a folder, by a part of its name; or part of the labels of points."),
+    Flag("prefixes", Path, "Trace (JSON lines) with the block ids of the run's prompts."),
+    Flag(
+        "recorded_pages", bool, "Give the twin the page count that the real engine recorded.", negative=False
+    ),
+    Flag("tolerance", float, "Exit 1 when the mean absolute error is above this many percent."),
+    Flag("output", Path, "Folder for validation.json and validation.html.", aliases=("-o",)),
+    Flag("seed", int, "Seed of the lengths drawn for InferenceX points.", default="0"),
+)
+SERVED = tuple(flag for flag in DEPLOYMENT if flag.name not in {f.name for f in RUN})
+
+
+@takes(RUN, SERVED)
+def validate(**flags: Any) -> int:
+    """Replay a real run in the twin and print the two side by side, with signed errors.
+
+    The engine's settings come from the run; deployment flags say how a vllm bench serve result was served.
+    Example: tokentwin validate --against ../shared/data/yardstick --run rtx4090 --tolerance 1.5 -o runs/v
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    if "against" not in given:
+        raise UsageError("--against is missing; name the real run to compare with")
+    tolerance = given.get("tolerance")
+    if tolerance is not None and not tolerance > 0:
+        raise UsageError(f"--tolerance must be a percentage above 0, got {tolerance:g}")
+    found = compare(
+        given.get("profile"),
+        given["against"],
+        run=given.get("run"),
+        deployment=_deployment(given),
+        prefixes=given.get("prefixes"),
+        recorded_pages=bool(given.get("recorded_pages")),
+        seed=int(given.get("seed", 0)),
+        progress=_say if sys.stderr.isatty() else lambda line: None,
+    )
+    limit = None if tolerance is None else tolerance / 100
+    sys.stdout.write("\n".join(validation_lines(found, limit)) + "\n")
+    if "output" in given:
+        for path in save_validation(found, given["output"]):
+            sys.stdout.write(f"wrote {path}\n")
+    return 0 if limit is None or found.within(limit) else 1
+
+
+def _deployment(given: dict[str, Any]) -> Deployment | None:
+    """How a bench result was served, where the flags say so; every other run says it itself."""
+    named = sorted({flag.name for flag in SERVED} & set(given))
+    if not named:
+        return None
+    if Path(given["against"]).suffix.lower() != ".json":
+        option = "--" + named[0].replace("_", "-")
+        raise UsageError(f"{option} has no effect: the run says how it was served; leave it out")
+    return make_deployment(given)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
