@@ -1,8 +1,8 @@
 """Products with weights of 8 or 4 bits, and how such weights are made.
 
-int8: a row per output channel, `w [N, K]` with `scale [N]`. int4: groups of `group` inputs share a scale and a zero
-point, `w = (nibble - zero) * scale`; byte j of a group packs its element j (low nibble) and element j + group / 2
-(high), so that a kernel unpacks two contiguous halves.
+int8: `w [N, K]`, `scale [N]`, a row per output channel. int4: groups of `group` inputs share a scale and a zero point,
+`w = (nibble - zero) * scale` with `scales, zeros [K/group, N]` (one row per step of a kernel along K). Byte j of a group
+packs its element j (low nibble) and element j + group / 2 (high), so that a kernel unpacks two contiguous halves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def quant_gemm_int8(x: Tensor, w_int8: Tensor, scale: Tensor) -> Tensor:
 
 
 def quant_gemm_int4(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, group: int = 128) -> Tensor:
-    """`x [..., K] @ w.T` for `packed [N, K/2]` with `scales, zeros [N, K/group]`."""
+    """`x [..., K] @ w.T` for `packed [N, K/2]`."""
     return x @ dequantize_int4(packed, scales, zeros, group).to(x.dtype).T
 
 
@@ -30,9 +30,9 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor, group: int = 128) -> tuple[Tensor, Tensor, Tensor]:
-    """`weight [N, K]` as (packed, scales, zeros): the 16 levels of a group span its smallest to its largest number.
+    """`weight [N, K]` as (packed, float32 scales, uint8 zeros): 16 levels from a group's smallest to largest number.
 
-    Zero points are whole numbers from 0 to 15, so 0 is always a level.
+    Zero points are whole numbers from 0 to 15, so that 0 is a level of every group.
     """
     grouped = weight.float().reshape(len(weight), -1, group)
     low, high = grouped.amin(dim=2).clamp(max=0), grouped.amax(dim=2).clamp(min=0)
@@ -40,7 +40,7 @@ def quantize_int4(weight: Tensor, group: int = 128) -> tuple[Tensor, Tensor, Ten
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     zeros = torch.round(-low / scales).clamp(0, 15)
     levels = torch.round(grouped / scales.unsqueeze(2) + zeros.unsqueeze(2)).clamp(0, 15).to(torch.uint8)
-    return pack_int4(levels.flatten(1), group), scales, zeros
+    return pack_int4(levels.flatten(1), group), scales.T.contiguous(), zeros.T.to(torch.uint8).contiguous()
 
 
 def pack_int4(levels: Tensor, group: int = 128) -> Tensor:
@@ -58,4 +58,4 @@ def unpack_int4(packed: Tensor, group: int = 128) -> Tensor:
 def dequantize_int4(packed: Tensor, scales: Tensor, zeros: Tensor, group: int = 128) -> Tensor:
     """`(nibble - zero) * scale` in float32."""
     levels = unpack_int4(packed, group).float().view(len(packed), -1, group)
-    return ((levels - zeros.float().unsqueeze(2)) * scales.float().unsqueeze(2)).flatten(1)
+    return ((levels - zeros.T.float().unsqueeze(2)) * scales.T.float().unsqueeze(2)).flatten(1)
