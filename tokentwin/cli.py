@@ -27,6 +27,7 @@ Exit codes:
 COMMANDS = (
     ("simulate", "simulate:simulate", "Run a workload on a deployment and judge it."),
     ("memory", "memory:memory", "Work out where a GPU's memory goes and how many KV pages are left."),
+    ("diff", "diff:diff", "Explain why two runs differ: workload, schedule, kernel times or host."),
     ("conformance", "conformance:conformance", "Replay recorded vLLM schedules and compare every decision."),
     ("validate", "validate:validate", "Replay a real run in the twin and set the two side by side."),
 )
