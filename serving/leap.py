@@ -99,6 +99,8 @@ def leap(scheduler: Scheduler, steps: int, current: StepPlan | None = None) -> N
     if seqs.num_keyed:
         _publish(scheduler, steps)
     scheduler.num_planned += steps
+    seqs.ends_in -= steps
+    seqs.leap_contexts(steps)
     if current is not None:
         current.index += steps
         current.context = current.context + steps

@@ -17,7 +17,7 @@ from serving.pages import PagePool
 from serving.plan import ONE_EACH, StepOutcome, StepPlan
 from serving.queues import Queue, make_queue
 from serving.request import Request, State, TokenKeys
-from serving.sequences import Sequences
+from serving.sequences import NEVER, Sequences
 from serving.step import Step
 
 if TYPE_CHECKING:
@@ -180,10 +180,13 @@ class Scheduler:
         if seqs.num_keyed and self.config.async_scheduling:
             # A page filled by a token in flight is published when the token arrives.
             seqs.publish_full(slots, seqs.computed[slots] - (seqs.target[slots] - known))
-        done = known >= seqs.finish[slots]
-        if not done.any():
+        if seqs.ends_in > 0 and not self.config.num_speculative_tokens:
             return []
-        return [self._finish(slot, "length") for slot in slots[done].tolist()]
+        done = known >= seqs.finish[slots]
+        finished = [self._finish(slot, "length") for slot in slots[done].tolist()] if done.any() else []
+        order = seqs.order_array()
+        seqs.ends_in = int((seqs.finish[order] - seqs.target[order]).min()) if len(order) else NEVER
+        return finished
 
     def _commit_rows(self, plan: StepPlan, outcome: StepOutcome) -> list[Request]:
         seqs = self.seqs

@@ -56,6 +56,9 @@ class Sequences:
         self.num_prefilling = 0
         self.num_keyed = 0
         """Running sequences that still have shared pages to publish."""
+        self.ends_in = 0
+        """Steps for which nobody can reach `finish`; a lower bound, so that most steps need not look."""
+        self._last_decode: tuple[Slots, int, int] | None = None
         self._order_array: Slots | None = None
         self._registered: list[int] = [0] * num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -86,6 +89,7 @@ class Sequences:
         self.computed[slot] = num_hit * size
         self.known[slot] = self.target[slot] = self.prefill_end[slot] = request.num_tokens
         self.finish[slot] = finish_at
+        self.ends_in = min(self.ends_in, finish_at - request.num_tokens)
         self.num_pages[slot] = num_hit
         self.capacity[slot] = num_hit * size
         self.drafts[slot] = 0
@@ -130,6 +134,22 @@ class Sequences:
         """The sequence's whole prompt is scheduled: from now on it decodes."""
         self.prefilling[slot] = False
         self.num_prefilling -= 1
+
+    def context_totals(self, slots: Slots, context: Counts) -> tuple[int, int]:
+        """Sum and maximum of `context`, from those of the step before when the very same set has decoded once more."""
+        last = self._last_decode
+        if last is not None and last[0] is slots:
+            totals = last[1] + len(slots), last[2] + 1
+        else:
+            totals = int(context.sum()), int(context.max())
+        self._last_decode = (slots, *totals) if slots is self._order_array else None
+        return totals
+
+    def leap_contexts(self, steps: int) -> None:
+        """The whole running set has decoded `steps` times without being planned one by one."""
+        if self._last_decode is not None:
+            slots, total, longest = self._last_decode
+            self._last_decode = (slots, total + steps * len(slots), longest + steps)
 
     # ---- pages ---------------------------------------------------------------------------------------------
 

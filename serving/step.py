@@ -138,7 +138,7 @@ class Step:
         seqs, config = self.seqs, self.config
         slots = seqs.order_array()
         computed = seqs.computed[slots]
-        if config.async_scheduling:
+        if config.async_scheduling and seqs.ends_in <= 0:
             live = seqs.target[slots] < seqs.finish[slots]
             if not live.all():
                 # The last token of the others is in flight: another step would be wasted.
@@ -404,9 +404,13 @@ class Step:
             used_pages=self.scheduler.used_pages,
             num_padding=self.scheduler.policy.padding(self.scheduler),
         )
-        decodes = end
+        seqs.ends_in -= 1
         if seqs.num_prefilling:
             decodes = self._split_chunks(plan, end)
+            if len(decodes):
+                plan.decode_context_sum, plan.decode_context_max = int(decodes.sum()), int(decodes.max())
+        elif len(slots):
+            plan.decode_context_sum, plan.decode_context_max = seqs.context_totals(slots, end)
         if self._drafts:
             drafts = self._drafts
             plan.drafts = np.fromiter((drafts.get(slot, 0) for slot in slots.tolist()), np.int64, len(slots))
@@ -418,9 +422,6 @@ class Step:
             if self.config.num_speculative_tokens:
                 # The drafts of the next step are not known yet; placeholders stand for them.
                 seqs.drafts[sampled] = self.config.num_speculative_tokens
-        if len(decodes):
-            plan.decode_context_sum = int(decodes.sum())
-            plan.decode_context_max = int(decodes.max())
         return plan
 
     def _split_chunks(self, plan: StepPlan, end: Counts) -> Counts:
