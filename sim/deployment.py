@@ -215,6 +215,10 @@ def simulate(
     load_policy(d.policy, **options)  # a wrong name fails before anything runs
     if not len(workload):
         raise UsageError("the workload has no requests; check its filters, or give --num-prompts at least 1")
+    if d.scheduling_policy == "edf" and all(tenant.goodput_ttft_s is None for tenant in workload.tenants):
+        raise UsageError(
+            "--scheduling-policy edf needs deadlines: set --goodput ttft:MS, or a tenant's goodput in a workload file"
+        )
     record = run_world(
         workload,
         built.limits,

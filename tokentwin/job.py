@@ -68,6 +68,10 @@ def make_job(
     if planned.data_parallel_size == 1 and given.get("router", "round_robin") != "round_robin":
         raise UsageError("--router has no effect on one replica; set --data-parallel-size 2 or more")
     built = build(planned)
+    if given.get("priority") is not None:
+        raise UsageError(
+            "--priority has no effect where all requests have the same; give each tenant its own in a workload file"
+        )
     if workload is None:
         workload = make_spec(given)
     else:
