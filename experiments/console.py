@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from experiments.certainty import bracket, certainty_lines
 from experiments.results import METRICS
 from sim.latency import LatencyStats
 from sim.meta import meta_value
@@ -18,6 +19,8 @@ from sim.verdict import Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from sim.certainty import Certainty
 
 WIDTH = 80
 Row = tuple[str, str, str]
@@ -46,14 +49,17 @@ def print_run(
     *,
     console: Console | None = None,
     metrics: Sequence[str] = METRICS,
+    certainty: Certainty | None = None,
 ) -> None:
-    """Print a run. The console defaults to standard output; `metrics` are the latencies to print."""
+    """Print a run. The console defaults to standard output; `metrics` are the latencies to print, `certainty` their
+    intervals.
+    """
     from rich.console import Console
     from rich.text import Text
 
     out = console or Console()
     width = min(WIDTH, out.width)
-    for title, rows in sections(record, summary, metrics):
+    for title, rows in sections(record, summary, metrics, certainty):
         out.print(Text(f" {title} ".center(width, "="), style="bold"))
         for row in rows:
             out.print(_line(row, width), no_wrap=True, crop=True)
@@ -61,6 +67,10 @@ def print_run(
         out.print(Text(" Tenants ".center(width, "="), style="bold"))
         for line in _tenant_lines(summary):
             out.print(Text(line[:width]), no_wrap=True, crop=True)
+    sure = certainty_lines(certainty) if certainty is not None else []
+    if sure:
+        out.print(Text(" Certainty ".center(width, "="), style="bold"))
+        _print_wrapped(out, sure, width, "dim")
     notes = [f"Warning: {warning}" for warning in summary.warnings]
     if record.interrupted:
         notes.insert(0, "Warning: interrupted; these results are partial")
@@ -75,14 +85,17 @@ def print_run(
 
 
 def sections(
-    record: RunRecord, summary: Summary, metrics: Sequence[str] = METRICS
+    record: RunRecord,
+    summary: Summary,
+    metrics: Sequence[str] = METRICS,
+    certainty: Certainty | None = None,
 ) -> list[tuple[str, list[Row]]]:
     """The table's titles and rows, as text."""
-    out = [("Serving Benchmark Result", _headline(record, summary))]
+    out = [("Serving Benchmark Result", _headline(record, summary, certainty))]
     for name, short, title, formula in LATENCIES:
         if name not in metrics:
             continue
-        out.append((title, _latency(short, getattr(summary, name), formula)))
+        out.append((title, _latency(short, getattr(summary, name), formula, certainty)))
     stages = [
         (
             f"{word} (ms):",
@@ -96,7 +109,7 @@ def sections(
     return out
 
 
-def _headline(record: RunRecord, s: Summary) -> list[Row]:
+def _headline(record: RunRecord, s: Summary, certainty: Certainty | None) -> list[Row]:
     rate, limit = meta_value(record, "request_rate"), meta_value(record, "max_concurrency")
     rows = [
         ("Successful requests:", str(s.completed), f"of {s.sent} sent"),
@@ -110,30 +123,54 @@ def _headline(record: RunRecord, s: Summary) -> list[Row]:
         ("Benchmark duration (s):", _num(s.duration_s), "first send to last completion"),
         ("Total input tokens:", str(s.total_input_tokens), "of completed requests"),
         ("Total generated tokens:", str(s.total_output_tokens), ""),
-        ("Request throughput (req/s):", _num(s.request_throughput), "completed / duration"),
+        (
+            "Request throughput (req/s):",
+            _num(s.request_throughput),
+            bracket(certainty, "request_throughput", 1.0) or "completed / duration",
+        ),
     ]
     if s.request_goodput is not None and s.slo_attainment is not None:
         limits = s.goodput_limits.limits_s().items()
         words = " ".join(f"{name}<={limit_s * 1000:g}" for name, limit_s in limits)
-        rows.append(("Request goodput (req/s):", _num(s.request_goodput), words or "limits per tenant"))
-        rows.append(("SLO attainment (%):", _num(s.slo_attainment * 100), "good / sent"))
+        between = bracket(certainty, "request_goodput", 1.0)
+        attained = bracket(certainty, "slo_attainment", 100.0)
+        rows.append(
+            ("Request goodput (req/s):", _num(s.request_goodput), between or words or "limits per tenant")
+        )
+        rows.append(("SLO attainment (%):", _num(s.slo_attainment * 100), attained or "good / sent"))
         for name, share in s.slo_attainment_by_metric.items():
             rows.append((f"  {name.upper()} within its limit (%):", _num(share * 100), ""))
     return [
         *rows,
-        ("Output token throughput (tok/s):", _num(s.output_throughput), ""),
+        (
+            "Output token throughput (tok/s):",
+            _num(s.output_throughput),
+            bracket(certainty, "output_throughput", 1.0),
+        ),
         ("Peak output token throughput (tok/s):", _num(s.max_output_tokens_per_s), "in one second"),
         ("Peak concurrent requests:", _num(s.max_concurrent_requests), "in one second"),
-        ("Total token throughput (tok/s):", _num(s.total_token_throughput), "input + output"),
+        (
+            "Total token throughput (tok/s):",
+            _num(s.total_token_throughput),
+            bracket(certainty, "total_token_throughput", 1.0) or "input + output",
+        ),
     ]
 
 
-def _latency(short: str, stats: LatencyStats, formula: str) -> list[Row]:
+def _latency(short: str, stats: LatencyStats, formula: str, certainty: Certainty | None) -> list[Row]:
+    metric = short.lower()
+    mean, median = (bracket(certainty, f"{statistic}_{metric}") for statistic in ("mean", "median"))
     rows = [
-        (f"Mean {short} (ms):", _num(stats.mean_s * 1000), formula),
-        (f"Median {short} (ms):", _num(stats.median_s * 1000), ""),
+        (f"Mean {short} (ms):", _num(stats.mean_s * 1000), mean or formula),
+        (f"Median {short} (ms):", _num(stats.median_s * 1000), median),
     ]
-    return rows + [(f"P{p:g} {short} (ms):", _num(v * 1000), "") for p, v in stats.percentiles_s if p != 50]
+    for p, value_s in stats.percentiles_s:
+        if p != 50:
+            note = bracket(certainty, f"p{p:g}_{metric}")
+            rows.append((f"P{p:g} {short} (ms):", _num(value_s * 1000), note))
+    if mean:
+        rows.append((f"  ({formula})", "", ""))
+    return rows
 
 
 def _engine(record: RunRecord, s: Summary) -> list[Row]:

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments import report_figures as figures
 from experiments import theme
+from experiments.certainty import THIN_MARK, certainty_lines, headline_rows
 from experiments.report_figures import Roofline
 from experiments.results import writable
 from sim.meta import meta_value
@@ -21,6 +22,9 @@ from sim.metrics import Summary
 from sim.record import RunRecord
 from sim.saturation import Load
 from sim.verdict import Verdict
+
+if TYPE_CHECKING:
+    from sim.certainty import Certainty
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 CONFIG = {"responsive": True, "displaylogo": False, "modeBarButtonsToRemove": ["lasso2d", "select2d"]}
@@ -46,10 +50,11 @@ def write_report(
     *,
     roofline: Roofline | None = None,
     title: str | None = None,
+    certainty: Certainty | None = None,
 ) -> Path:
     """Write the report and return its path. Raises UsageError when the file cannot be written."""
     target = Path(path)
-    text = report_html(record, summary, verdict, roofline=roofline, title=title)
+    text = report_html(record, summary, verdict, roofline=roofline, title=title, certainty=certainty)
     with writable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
@@ -63,6 +68,7 @@ def report_html(
     *,
     roofline: Roofline | None = None,
     title: str | None = None,
+    certainty: Certainty | None = None,
 ) -> str:
     """The report as one HTML document, the same bytes for the same run."""
     offline: Any = import_module("plotly.offline")
@@ -73,7 +79,8 @@ def report_html(
             f"<h1>{name}</h1>",
             f'<p class="sub">{escape(_subtitle(record, summary))}</p>',
             _verdict(record, summary, verdict),
-            _cards(summary),
+            _cards(summary, certainty),
+            *([_certainty(certainty)] if certainty is not None else []),
             *_panels(panels(record, summary, roofline)),
             _latency_table(summary),
             _engine_table(record, summary),
@@ -223,11 +230,32 @@ def _verdict(record: RunRecord, summary: Summary, verdict: Verdict) -> str:
     )
 
 
-def _cards(s: Summary) -> str:
+def _certainty(certainty: Certainty) -> str:
+    """What the intervals are, and what lies outside the measured hull."""
+    lines = certainty_lines(certainty)
+    if not lines:
+        return ""
+    items = "".join(
+        f'<li class="{"warn" if line.startswith(("Not", THIN_MARK)) else "plain"}">{escape(line)}</li>'
+        for line in lines
+    )
+    head = ["", "Predicted", "95% from", "to", "calibration", "noise", "sampling"]
+    rows = headline_rows(certainty)
+    table = _table("Intervals and where their variance comes from", head, rows) if rows else ""
+    return f'<section class="verdict"><h2>How sure</h2><ul>{items}</ul></section>{table}'
+
+
+def _between(certainty: Certainty | None, name: str) -> str:
+    """A card's 95 % interval in ms, or nothing."""
+    interval = None if certainty is None else certainty.interval(name)
+    return "" if interval is None else f", {interval.low * 1000:,.4g} to {interval.high * 1000:,.4g} ms"
+
+
+def _cards(s: Summary, certainty: Certainty | None = None) -> str:
     cards = [
-        (_ms(_p95(s.ttft)), "P95 TTFT"),
-        (_ms(_p95(s.tpot)), "P95 TPOT"),
-        (_ms(_p95(s.e2el)), "P95 end to end"),
+        (_ms(_p95(s.ttft)), "P95 TTFT" + _between(certainty, "p95_ttft")),
+        (_ms(_p95(s.tpot)), "P95 TPOT" + _between(certainty, "p95_tpot")),
+        (_ms(_p95(s.e2el)), "P95 end to end" + _between(certainty, "p95_e2el")),
         (f"{s.request_throughput:,.2f}/s", "requests completed"),
         (f"{s.output_throughput:,.0f}/s", "output tokens"),
     ]

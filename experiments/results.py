@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.certainty import certainty_json, interval_keys
 from serving.errors import UsageError
 from sim.latency import LatencyStats, latencies, stage_times
 from sim.meta import meta_value
@@ -29,6 +30,8 @@ from sim.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from sim.certainty import Certainty
 
 
 RESULT, RUN, REQUESTS, STEPS = "result.json", "run.json", "requests.parquet", "steps.parquet"
@@ -72,11 +75,13 @@ def result_json(
     metadata: Mapping[str, str] | Sequence[str] = (),
     date: datetime | str | None = None,
     metrics: Sequence[str] = METRICS,
+    certainty: Certainty | None = None,
 ) -> dict[str, Any]:
     """The result in the keys and order of `vllm bench serve --save-result`, then ours. Strict JSON values.
 
     `detailed` adds lists per request, in seconds, in order of sending. Latencies that do not exist are null.
-    `metrics` are those whose statistics are wanted.
+    `metrics` are those whose statistics are wanted; `certainty` adds `*_ci95_low_ms` and `*_ci95_high_ms` and says what
+    was extrapolated.
     """
 
     def fact(key: str, default: Any = None) -> Any:
@@ -113,6 +118,8 @@ def result_json(
     for name in metrics:
         body |= _stats_ms(name, getattr(summary, name))
     ours = _ours(record, summary, verdict)
+    if certainty is not None:
+        ours |= {**interval_keys(certainty, metrics), **certainty_json(certainty)}
     extra = _metadata(metadata, known={*head, *traffic, *body, *ours, *DETAILED_KEYS})
     strict: dict[str, Any] = _strict({**head, **extra, **traffic, **body, **ours})
     return strict
@@ -132,6 +139,7 @@ def save_run(
     metadata: Mapping[str, str] | Sequence[str] = (),
     date: datetime | str | None = None,
     metrics: Sequence[str] = METRICS,
+    certainty: Certainty | None = None,
 ) -> list[Path]:
     """Write a run into a folder, made if missing, and return the files in the order they were written.
 
@@ -148,6 +156,7 @@ def save_run(
         metadata=metadata,
         date=date,
         metrics=metrics,
+        certainty=certainty,
     )
     paths = [save_result(result, folder / filename, append=append), folder / RUN, folder / REQUESTS]
     with writable(folder):
