@@ -1,0 +1,43 @@
+"""The tensors of one step, as the model and its operators see them. No scheduling, no request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Batch:
+    """B sequences, T new tokens; sequences with one new token ("decodes") come first, longer chunks after them.
+
+    Everything is on the model's device. Padding rows, where a graph needs them, are decodes that write to page 0.
+    """
+
+    ids: Tensor
+    """Token ids, int64 [T]."""
+    positions: Tensor
+    """Position of each token in its sequence, int64 [T]."""
+    slots: Tensor
+    """Where each token's K and V go: page * page_tokens + offset, int64 [T]."""
+    page_table: Tensor
+    """int32 [B, pages]; entries past a sequence's end are 0 and never read."""
+    context_len: Tensor
+    """Tokens of each sequence after this step, int32 [B]."""
+    query_start: Tensor
+    """First token of each chunk counted from the first chunk's, int32 [B - num_decodes + 1]."""
+    num_decodes: int
+    max_query: int
+    """Tokens of the longest chunk; 1 when all rows decode."""
+    longest: int
+    """Largest of `context_len`."""
+    sample_rows: Tensor | None
+    """Rows of T whose logits are wanted, int64; None when it is every row."""
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """K and V of one layer: `[num_pages + 1, page_tokens, kv_heads, head_dim]` each. Page 0 takes padding."""
+
+    k: Tensor
+    v: Tensor

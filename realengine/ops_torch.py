@@ -1,0 +1,165 @@
+"""The operators on the CPU: PyTorch's own, arranged so that what a step shares between layers is made once.
+
+Weights are laid out for oneDNN at loading where PyTorch has it: at one token a product then reads them at the speed of
+memory, which plain `linear` does not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+from realengine.batch import Batch, LayerCache
+
+if TYPE_CHECKING:
+    from realengine.models import HeadNorms
+    from realengine.ops import Attend, Linear
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """`x -> x weightᵀ + bias` over a packed copy of the weight; the plain one need not be kept."""
+    if not torch._C._has_mkldnn or weight.dtype not in (torch.float32, torch.bfloat16):
+        return lambda x: linear(x, weight, bias)
+    mkldnn: Any = torch.ops.mkldnn
+    packed = mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+    product = mkldnn._linear_pointwise.default
+    return lambda x: product(x, packed, bias, "none", [], "")
+
+
+class TorchOps:
+    """Operators of the CPU. `cos, sin` are float32 [max_positions, head_dim / 2]."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        # Both halves of a head at once: x cos + swapped(x) sin, with the sign in the table.
+        self._cos = torch.cat((cos, cos), dim=1)
+        self._sin = torch.cat((-sin, sin), dim=1)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return packed_linear(weight, bias)
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if residual is not None:
+            x = x + residual
+        return rms_norm(x, weight.shape, weight, eps), x
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate).mul_(up)
+
+    def attention(self, batch: Batch, num_heads: int, num_kv_heads: int) -> Attend:
+        cos = self._cos[batch.positions].unsqueeze(1)
+        sin = self._sin[batch.positions].unsqueeze(1)
+        return _TorchAttention(batch, cos, sin, num_heads, num_kv_heads)
+
+
+class _TorchAttention:
+    def __init__(self, batch: Batch, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
+        self.batch = batch
+        self.cos, self.sin = cos, sin
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self._made = False
+        self._token_index: Tensor | None = None
+        self._visible: Tensor | None = None
+        self._chunks: list[_Chunk] = []
+
+    def _prepare(self, page_tokens: int, dtype: torch.dtype) -> None:
+        """Index and masks that every layer shares."""
+        self._made = True
+        batch = self.batch
+        decodes = batch.num_decodes
+        lengths = batch.context_len.long()
+        tables = batch.page_table.long()
+        self.cos, self.sin = self.cos.to(dtype), self.sin.to(dtype)
+        if decodes:
+            length = int(lengths[:decodes].max())
+            index = _token_index(tables[:decodes], length, page_tokens)
+            seen = torch.arange(length) < lengths[:decodes, None]
+            if not bool(seen.all()):
+                # Slots past the end may hold anything, NaN included: read the first token's instead, with weight 0.
+                index = torch.where(seen, index, index[:, :1])
+                self._visible = seen[:, None, None, :]
+            self._token_index = index.flatten()
+        starts = batch.query_start.tolist()
+        for row in range(decodes, len(tables)):
+            start, end = (decodes + starts[row - decodes + i] for i in (0, 1))
+            context = int(lengths[row])
+            self._chunks.append(
+                _Chunk(
+                    start, end, context, _token_index(tables[row : row + 1], context, page_tokens).flatten()
+                )
+            )
+
+    def __call__(self, qkv: Tensor, cache: LayerCache, norms: HeadNorms | None) -> Tensor:
+        page_tokens, dim = cache.k.shape[1], cache.k.shape[3]
+        if not self._made:
+            self._prepare(page_tokens, qkv.dtype)
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        tokens = len(qkv)
+        split = qkv.view(tokens, heads + 2 * kv_heads, dim)
+        qk, v = split[:, : heads + kv_heads], split[:, heads + kv_heads :]
+        if norms is not None:
+            qk[:, :heads] = rms_norm(qk[:, :heads], (dim,), norms.q, norms.eps)
+            qk[:, heads:] = rms_norm(qk[:, heads:], (dim,), norms.k, norms.eps)
+        half = dim // 2
+        swapped = torch.cat((qk[..., half:], qk[..., :half]), dim=-1)
+        qk = torch.addcmul(qk * self.cos, swapped, self.sin)
+        k_flat, v_flat = cache.k.view(-1, kv_heads * dim), cache.v.view(-1, kv_heads * dim)
+        slots = self.batch.slots
+        k_flat.index_copy_(0, slots, qk[:, heads:].reshape(tokens, -1))
+        v_flat.index_copy_(0, slots, v.reshape(tokens, -1))
+        q = qk[:, :heads]
+        decodes = self.batch.num_decodes
+        if decodes == tokens:
+            return self._decode(q, k_flat, v_flat, dim)
+        parts = [self._decode(q[:decodes], k_flat, v_flat, dim)] if decodes else []
+        parts += [self._chunk(q, chunk, k_flat, v_flat, dim) for chunk in self._chunks]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(self, q: Tensor, k_flat: Tensor, v_flat: Tensor, dim: int) -> Tensor:
+        """The heads of a group are the query rows of their KV head, so that K and V are never repeated."""
+        rows, index = len(q), self._token_index
+        assert index is not None
+        shape = (rows, -1, self.num_kv_heads, dim)
+        k = k_flat.index_select(0, index).view(shape).transpose(1, 2)
+        v = v_flat.index_select(0, index).view(shape).transpose(1, 2)
+        q = q.reshape(rows, self.num_kv_heads, -1, dim)
+        return scaled_dot_product_attention(q, k, v, self._visible).reshape(rows, -1)
+
+    def _chunk(self, q: Tensor, chunk: _Chunk, k_flat: Tensor, v_flat: Tensor, dim: int) -> Tensor:
+        shape = (1, chunk.context, self.num_kv_heads, dim)
+        k = k_flat.index_select(0, chunk.index).view(shape).transpose(1, 2)
+        v = v_flat.index_select(0, chunk.index).view(shape).transpose(1, 2)
+        q = q[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0)
+        out = scaled_dot_product_attention(
+            q, k, v, chunk.mask(), is_causal=chunk.whole, enable_gqa=self.num_kv_heads != self.num_heads
+        )
+        return out[0].transpose(0, 1).reshape(chunk.end - chunk.start, -1)
+
+
+class _Chunk:
+    """Tokens `start` to `end` of the step, the last of `context` tokens at `index` in the cache."""
+
+    def __init__(self, start: int, end: int, context: int, index: Tensor) -> None:
+        self.start, self.end, self.context, self.index = start, end, context, index
+        self.whole = end - start == context
+        self._mask: Tensor | None = None
+
+    def mask(self) -> Tensor | None:
+        """Who sees what, [tokens, context]; None for a whole prompt, where plain causality says it."""
+        if self._mask is None and not self.whole:
+            count = self.end - self.start
+            last_seen = torch.arange(self.context - count, self.context)
+            self._mask = torch.arange(self.context) <= last_seen.unsqueeze(1)
+        return self._mask
+
+
+def _token_index(tables: Tensor, length: int, page_tokens: int) -> Tensor:
+    """Slots of the first `length` tokens of each row of page tables, int64 [rows, length]."""
+    pages = tables[:, : -(-length // page_tokens)]
+    slots = pages.unsqueeze(2) * page_tokens + torch.arange(page_tokens)
+    return slots.flatten(1)[:, :length]
