@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -97,45 +98,27 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
         attention += [(9, 3, 64, 8), (32, 32, 96, 4)]
     for heads, kv_heads, dim, bits in attention:
         shape = f"{heads}/{kv_heads} heads of {dim}, {KV_NAMES[bits]}"
-        yield Case(f"decode, {shape}", lambda a=(heads, kv_heads, dim, bits): _decode(*a), streams=True)
-        yield Case(
-            f"prefill, {shape}",
-            lambda a=(heads, kv_heads, dim, bits): _prefill(*a),
-            streams=True,
-            products=True,
-        )
+        yield Case(f"decode, {shape}", partial(_decode, heads, kv_heads, dim, bits), streams=True)
+        build = partial(_prefill, heads, kv_heads, dim, bits)
+        yield Case(f"prefill, {shape}", build, streams=True, products=True)
     for tokens in (1, 64, 4096):
-        yield Case(f"GEMM int8, {tokens} tokens", lambda m=tokens: _gemm(m, 8), streams=True, products=True)
-        yield Case(f"GEMM int4, {tokens} tokens", lambda m=tokens: _gemm(m, 4), streams=True, products=True)
-    rows = meta(64, 4096)
-    yield Case("RMSNorm", lambda: [norm.rms_norm_launch(rows, meta(4096), 1e-5, None)[0]], streams=True)
-    yield Case(
-        "RMSNorm + residual", lambda: [norm.rms_norm_launch(rows, meta(4096), 1e-5, rows)[0]], streams=True
-    )
+        for bits in (8, 4):
+            build = partial(_gemm, tokens, bits)
+            yield Case(f"GEMM int{bits}, {tokens} tokens", build, streams=True, products=True)
+    yield Case("RMSNorm", partial(_norm, residual=False), streams=True)
+    yield Case("RMSNorm + residual", partial(_norm, residual=True), streams=True)
     yield Case("SiLU·mul", lambda: [activation.silu_mul_launch(meta(64, 28672))[0]], streams=True)
     for bits in (16, 8, 4):
-        yield Case(
-            f"rotary + KV write, {KV_NAMES[bits]}", lambda b=bits: _rotary(b, norm=False), streams=True
-        )
-    yield Case("rotary + KV write, qk-norm", lambda: _rotary(16, norm=True), streams=True)
+        yield Case(f"rotary + KV write, {KV_NAMES[bits]}", partial(_rotary, bits, norm=False), streams=True)
+    yield Case("rotary + KV write, qk-norm", partial(_rotary, 16, norm=True), streams=True)
     for bits in (8, 4):
-        yield Case(
-            f"quantise KV, {KV_NAMES[bits]}",
-            lambda b=bits: [kv_quant.quantize_kv_launch(meta(4096, 8, 128), b)[0]],
-        )
-        yield Case(f"dequantise KV, {KV_NAMES[bits]}", lambda b=bits: _dequantize(b))
+        yield Case(f"quantise KV, {KV_NAMES[bits]}", partial(_quantize, bits), streams=True)
+        yield Case(f"dequantise KV, {KV_NAMES[bits]}", partial(_dequantize, bits), streams=True)
     yield Case("page copy", _page_copy, streams=True)
-    logits, scalars = meta(64, 128256, dtype=F32), [meta(64, dtype=kind) for kind in (F32, I32, F32, F32)]
-    seeds, positions = meta(64, dtype=I64), meta(64, dtype=I64)
-    yield Case(
-        "sample", lambda: [sampling.sample_launch(logits, *scalars, seeds, positions)[0]], streams=True
-    )
-    yield Case(
-        "sampling probabilities", lambda: [sampling.sampling_probs_launch(logits, *scalars)[0]], streams=True
-    )
-    for given in (True, False):
-        name = "verify, draft probabilities" if given else "verify, n-gram"
-        yield Case(name, lambda g=given: _verify(given=g), streams=True)
+    yield Case("sample", partial(_sampling, probs=False), streams=True)
+    yield Case("sampling probabilities", partial(_sampling, probs=True), streams=True)
+    yield Case("verify, draft probabilities", partial(_verify, given=True), streams=True)
+    yield Case("verify, n-gram", partial(_verify, given=False), streams=True)
 
 
 KV_NAMES = {16: "bf16", 8: "int8", 4: "int4"}
@@ -173,6 +156,11 @@ def _gemm(tokens: int, bits: int, n: int = 4096, k: int = 4096) -> list[Launch]:
     return quant_gemm.gemm_int4_launches(x, meta(n, k // 2, dtype=U8), scales, zeros, 128)[0]
 
 
+def _norm(*, residual: bool) -> list[Launch]:
+    rows = meta(64, 4096)
+    return [norm.rms_norm_launch(rows, meta(4096), 1e-5, rows if residual else None)[0]]
+
+
 def _rotary(bits: int, *, norm: bool) -> list[Launch]:
     cache, scale = _cache(8, 128, bits)
     table = meta(8192, 64, dtype=F32)
@@ -185,6 +173,10 @@ def _rotary(bits: int, *, norm: bool) -> list[Launch]:
     return [launch]
 
 
+def _quantize(bits: int) -> list[Launch]:
+    return [kv_quant.quantize_kv_launch(meta(4096, 8, 128), bits)[0]]
+
+
 def _dequantize(bits: int) -> list[Launch]:
     width, kind = (128, I8) if bits == 8 else (64, U8)
     quantised, scale = meta(4096, 8, width, dtype=kind), meta(4096, 8, dtype=F32)
@@ -194,6 +186,14 @@ def _dequantize(bits: int) -> list[Launch]:
 def _page_copy() -> list[Launch]:
     pages = meta(16, dtype=I32)
     return page_copy.copy_pages_launches([meta(1024, 16, 8, 128)] * 64, pages, pages)
+
+
+def _sampling(*, probs: bool) -> list[Launch]:
+    logits, seeds = meta(64, 128256, dtype=F32), meta(64, dtype=I64)
+    temperature, top_k, ratio = meta(64, dtype=F32), meta(64, dtype=I32), meta(64, dtype=F32)
+    if probs:
+        return [sampling.sampling_probs_launch(logits, temperature, top_k, ratio, ratio)[0]]
+    return [sampling.sample_launch(logits, temperature, top_k, ratio, ratio, seeds, seeds)[0]]
 
 
 def _verify(*, given: bool) -> list[Launch]:

@@ -263,7 +263,7 @@ def decode_launches(
         (heads, batch),
         (parts, sizes, context_len, out, out.stride(0)),
         constants,
-        warps=4,
+        warps=max(1, min(power_of_2(splits) * power_of_2(dim) // 256, 4)),
     )
     return [attend, join], out
 

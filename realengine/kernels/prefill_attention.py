@@ -26,10 +26,12 @@ from realengine.kernels.tune import candidates, tile_for
 
 TILES = {
     0: [Tile(32, 32, 4, 1)],
-    80: [Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2)],
+    80: [Tile(128, 32, 8, 3), Tile(64, 64, 8, 3), Tile(64, 32, 4, 3)],
     90: [Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 3)],
 }
 """Per architecture, the default first; rows are tokens × group, columns are tokens of the context."""
+QUANTISED_TILES = {**TILES, 80: [Tile(64, 32, 4, 3), Tile(64, 64, 8, 3)]}
+"""Unpacking takes registers, which mma needs for the accumulator and wgmma, with 8 warps, has left."""
 
 
 @jit
@@ -217,9 +219,10 @@ def prefill_launch(
 
 def _tile(device: Device, dim: int, bits: int, most_rows: int) -> Tile:
     """The tuned tile, or one of fewer rows if no chunk fills half of it (drafts being verified, say)."""
-    tile = tile_for("prefill_attention", f"d{dim}b{bits}", TILES, device)
+    tiles = TILES if bits == 16 else QUANTISED_TILES
+    tile = tile_for("prefill_attention", f"d{dim}b{bits}", tiles, device)
     rows = max(power_of_2(most_rows), 16)
     if rows >= tile.rows:
         return tile
-    small = candidates(TILES, device)[0]
+    small = candidates(tiles, device)[0]
     return Tile(rows, min(small.columns, 64), 4, small.stages)

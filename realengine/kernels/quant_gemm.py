@@ -30,7 +30,7 @@ FEW_TOKENS = 64
 
 TILES: Tiles = {
     0: [Tile(32, 16, 4, 1)],
-    80: [Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 128, 8, 3)],
+    80: [Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 3)],
     90: [Tile(128, 128, 8, 3), Tile(128, 128, 8, 4), Tile(128, 256, 8, 3), Tile(128, 64, 4, 4)],
 }
 """For many tokens, per architecture, the default first; rows are output channels, columns are tokens."""

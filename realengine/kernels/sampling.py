@@ -17,8 +17,10 @@ from realengine.kernels.philox import uniform
 from realengine.kernels.philox_ref import TARGET
 
 BLOCK = 4096
-"""Logits per step of a pass: two 16-byte loads of float32 per thread of 16 warps."""
-WARPS = 16
+"""Logits per step of a pass."""
+WARPS = 8
+STAGES = tl.constexpr(4)
+"""Three steps of 16 KB are on their way while one is computed: a row's program has its multiprocessor to itself."""
 
 
 @jit
@@ -39,7 +41,7 @@ def largest(row, V: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     """The largest number of a row, and the first index that has it."""
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     at = tl.full((BLOCK,), 0, tl.int32) + tl.arange(0, BLOCK)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         cell = start + tl.arange(0, BLOCK)
         x = tl.load(row + cell, mask=cell < V, other=float("-inf")).to(tl.float32)
         better = x > top
@@ -54,7 +56,7 @@ def count_and_weigh(row, threshold, top, warmth, V: tl.constexpr, BLOCK: tl.cons
     """How many logits reach the threshold, and their total weight (float64)."""
     count = tl.zeros((BLOCK,), tl.int32)
     weight = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         cell = start + tl.arange(0, BLOCK)
         x = tl.load(row + cell, mask=cell < V, other=float("-inf")).to(tl.float32)
         kept = (x >= threshold) & (cell < V)
@@ -230,7 +232,7 @@ def sampling_probs_launch(
 
 
 def row_constants(rows: Tensor) -> dict[str, int]:
-    """How a program goes over a row of the vocabulary; the interpreter takes smaller steps, so that tests make several."""
+    """How a program goes over a row of the vocabulary; interpreted, in smaller steps, so that tests make several."""
     vocabulary = rows.shape[-1]
     block = BLOCK if device_of(rows).arch else 1024
     return {"V": vocabulary, "BLOCK": min(block, power_of_2(vocabulary))}
