@@ -137,6 +137,8 @@ def _headline(record: RunRecord, s: Summary, certainty: Certainty | None) -> lis
         rows.append(
             ("Request goodput (req/s):", _num(s.request_goodput), between or words or "limits per tenant")
         )
+        if between and words:
+            rows.append((f"  ({words})", "", ""))
         rows.append(("SLO attainment (%):", _num(s.slo_attainment * 100), attained or "good / sent"))
         for name, share in s.slo_attainment_by_metric.items():
             rows.append((f"  {name.upper()} within its limit (%):", _num(share * 100), ""))

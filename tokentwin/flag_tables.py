@@ -119,6 +119,9 @@ RUN = _rows(
     ("until", float, "Stop the simulated clock after this many seconds."),
     ("fast_forward", bool, "Leap over decode steps in which nothing changes; off: the same numbers, slower.",
      (), "true"),
+    ("replications", int, "Runs with other calibration errors, step noise and requests, for 95% intervals of every "
+     "figure; 1 leaves them out.", (), "8, or 4 for a long run"),
+    ("strict", bool, "Refuse to extrapolate: exit with code 2 where something was not measured.", (), "false", False),
     ("config", Path, "YAML file of flags, such as model: llama-3.1-8b; flags given here override it."),
     ("print_config", bool, "Print the resolved configuration as such a file and stop.", (), None, False),
     ("disable_tqdm", bool, "No progress bar.", (), None, False),

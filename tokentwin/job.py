@@ -10,8 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from serving.errors import UsageError
+from sim.certainty import assess
 from sim.deployment import Built, Deployment, build
 from sim.deployment import simulate as simulate_deployment
+from sim.hull import before_run, check_strict
 from sim.latency import DEFAULT_PERCENTILES
 from sim.metrics import summarise
 from sim.slo import Goodput, Slo, parse_goodput, parse_slo
@@ -40,6 +42,9 @@ class Job:
     seed: int = 0
     fast_forward: bool = True
     until_s: float = math.inf
+    replications: int | None = None
+    """None takes the default of `sim.certainty`; 1 leaves intervals out."""
+    strict: bool = False
 
 
 def make_job(
@@ -68,6 +73,11 @@ def make_job(
     if planned.data_parallel_size == 1 and given.get("router", "round_robin") != "round_robin":
         raise UsageError("--router has no effect on one replica; set --data-parallel-size 2 or more")
     built = build(planned)
+    replications = given.get("replications")
+    if replications is not None and replications < 1:
+        raise UsageError(f"--replications must be at least 1 (no intervals), got {replications}")
+    if given.get("strict"):
+        check_strict(before_run(built))
     if given.get("priority") is not None:
         raise UsageError(
             "--priority has no effect where all requests have the same; give each tenant its own in a workload file"
@@ -79,7 +89,16 @@ def make_job(
         if extra:
             raise UsageError(f"{extra[0]} has no effect on a workload that is given; set it in the workload")
     return Job(
-        built, workload, goodput, slos, percentiles, seed, bool(given.get("fast_forward", True)), until_s
+        built,
+        workload,
+        goodput,
+        slos,
+        percentiles,
+        seed,
+        bool(given.get("fast_forward", True)),
+        until_s,
+        replications,
+        bool(given.get("strict")),
     )
 
 
@@ -114,7 +133,7 @@ def run_job(
     label: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Run:
-    """Simulate a job and judge the result. After a Ctrl-C the run holds what happened so far."""
+    """Simulate a job, judge the result and say how sure it is. After a Ctrl-C the run holds what happened so far."""
     workload = job.workload
     if isinstance(workload, WorkloadSpec):
         workload = load_workload(workload, seed=job.seed)
@@ -124,7 +143,28 @@ def run_job(
         )
     record = replace(record, meta={**_meta(job, workload, label), **record.meta})
     summary = summarise(record, percentiles=job.percentiles, goodput=job.goodput, slos=job.slos)
-    return Run(record, summary, verdict(record, summary, job.slos), job.built, len(workload))
+    certainty = assess(
+        record,
+        summary,
+        job.built,
+        job.workload,
+        seed=job.seed,
+        replications=job.replications,
+        goodput=job.goodput,
+        slos=job.slos,
+        percentiles=job.percentiles,
+        fast_forward=job.fast_forward,
+        until_s=job.until_s,
+        progress=_counted(progress, record.end_s),
+    )
+    return Run(record, summary, verdict(record, summary, job.slos), job.built, len(workload), certainty)
+
+
+def _counted(progress: Callable[[Progress], None] | None, end_s: float) -> Callable[[int, int], None] | None:
+    """The bar of a run, counting replications."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(Progress(end_s, done, total, 0.0))
 
 
 def _meta(job: Job, workload: Workload, label: str | None) -> dict[str, Any]:

@@ -84,6 +84,7 @@ class Outputs:
                 metadata=self.metadata,
                 date=date,
                 metrics=self.metrics,
+                certainty=run.certainty,
             )
             paths.append(save_result(result, path, append=self.append_result))
         if self.plot_timeline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.results import METRICS
+from sim.certainty import Certainty
 from sim.deployment import Built, Deployment
 from sim.metrics import Summary
 from sim.record import RunRecord, Status
@@ -33,6 +34,8 @@ class Run:
     """The deployment worked out: model shape, profile, memory plan, limits, prices."""
     num_requests: int
     """Requests of the workload, whether or not they were sent."""
+    certainty: Certainty = field(default_factory=Certainty)
+    """Intervals (`run.certainty.interval("p95_ttft")`, in seconds), extrapolations, percentiles of few samples."""
 
     @property
     def deployment(self) -> Deployment:
@@ -75,7 +78,7 @@ class Run:
         """The table that `tokentwin simulate` prints."""
         from experiments.console import print_run
 
-        print_run(self.record, self.summary, self.verdict)
+        print_run(self.record, self.summary, self.verdict, certainty=self.certainty)
 
     def roofline(self) -> Roofline:
         """FLOPs and bytes of every step on one device, beside the device's peaks.
@@ -99,7 +102,14 @@ class Run:
         """Write the HTML report and return its path."""
         from experiments.report import write_report
 
-        return write_report(self.record, self.summary, self.verdict, path, roofline=self.roofline())
+        return write_report(
+            self.record,
+            self.summary,
+            self.verdict,
+            path,
+            roofline=self.roofline(),
+            certainty=self.certainty,
+        )
 
     def save(
         self,
@@ -127,6 +137,7 @@ class Run:
             metadata=metadata,
             date=date,
             metrics=metrics,
+            certainty=self.certainty,
         )
         return [*paths, write_trace(self.record, base / TRACE), self.report(base / REPORT)]
 

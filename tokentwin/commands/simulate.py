@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.console import WIDTH, print_run
+from sim.hull import check_strict
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import DEPLOYMENT, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
 from tokentwin.flags import takes
@@ -35,14 +36,16 @@ def simulate(**flags: Any) -> int:
     outputs.check()
     with progress_bar(silent=bool(given.get("disable_tqdm"))) as bar:
         run = run_job(job, label=given.get("label"), progress=bar)
-    print_run(run.record, run.summary, run.verdict, metrics=outputs.metrics)
+    print_run(run.record, run.summary, run.verdict, metrics=outputs.metrics, certainty=run.certainty)
     _say_files(outputs.write(run))
+    if job.strict:
+        check_strict(run.certainty.extrapolations)
     return exit_code(run, job, fail_on_slo=bool(given.get("fail_on_slo")))
 
 
 def exit_code(run: Run, job: Job, *, fail_on_slo: bool) -> int:
     """130 interrupted, 1 a request was lost, 3 an SLO missed with --fail-on-slo, otherwise 0."""
-    if run.record.interrupted:
+    if run.record.interrupted or run.certainty.interrupted:
         return INTERRUPTED
     if run.num_lost and job.until_s == float("inf"):
         return LOST
