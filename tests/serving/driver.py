@@ -40,6 +40,7 @@ class Decisions:
     preempted: list[Any] = field(default_factory=list)
     truncated: list[Any] = field(default_factory=list)
     drafts: dict[Any, int] = field(default_factory=dict)
+    starved: list[Any] = field(default_factory=list)
     running: list[Any] = field(default_factory=list)
     waiting: list[Any] = field(default_factory=list)
     free: int = 0
@@ -131,6 +132,9 @@ class Engine:
         decided.resumed = [a.request.id for a in plan.admitted if a.resumed]
         decided.preempted = [r.id for r in plan.preempted]
         decided.truncated = [r.id for r in plan.truncated]
+        # One that was preempted after it was passed over has no seat any more, and its stream ends anyway.
+        starved = (scheduler.seqs.requests[slot] for slot in plan.starved)
+        decided.starved = [request.id for request in starved if request is not None]
         if plan.drafts is not None:
             decided.drafts = {i: d for i, d in zip(ids, plan.drafts.tolist(), strict=True) if d}
         assert plan.num_tokens == sum(decided.sched.values())

@@ -180,6 +180,25 @@ def test_a_seat_in_flight_is_not_mistaken_for_the_next_request_that_sits_there()
     assert len(engine.answers["b"]) == 4
 
 
+def test_a_seat_is_not_given_away_while_any_step_in_flight_refers_to_it() -> None:
+    scheduler = Scheduler(SchedulerConfig(num_pages=10, max_num_seqs=1, async_scheduling=True))
+    a, b = Request("a", 5, 50), Request("b", 5, 2)
+    scheduler.add(a)
+    first, second = scheduler.plan(0.0), scheduler.plan(0.0)
+    assert first is not None
+    assert second is not None
+    scheduler.abort(a)
+    scheduler.commit(first)
+    scheduler.add(b)
+    third = scheduler.plan(0.0)
+    assert third is not None
+    # The token of a's second step comes out of the seat that a had, and is nobody's.
+    scheduler.commit(second)
+    assert scheduler.seqs.known[b.slot] == 5
+    scheduler.commit(third)
+    assert scheduler.seqs.known[b.slot] == 6
+
+
 def test_steps_are_committed_in_the_order_of_planning() -> None:
     scheduler = Scheduler(SchedulerConfig(num_pages=10, async_scheduling=True))
     scheduler.add(Request("a", 5, 5))

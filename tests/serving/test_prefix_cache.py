@@ -211,3 +211,22 @@ def test_hits_of_a_private_sequence_after_preemption_are_its_own_surviving_pages
     assert decided.resumed == ["b"]
     assert decided.hits == {"b": 4}
     assert decided.sched == {"b": 5}
+
+
+def test_private_pages_are_found_again_only_behind_all_the_shared_ones() -> None:
+    # Pages 1 and 2 are shared, 3 is the sequence's own; page 1 is lost while it is away. What lies in page 3 follows a
+    # beginning that is gone, so nothing is hit.
+    engine = Engine(num_pages=8, page_tokens=4)
+    request = engine.add("a", 13, keys=["k0", "k1"])
+    engine.step()
+    assert engine.pages("a") == [1, 2, 3, 4]
+    engine.scheduler.preempt(request.slot)
+    # Free: 4 (not full), 5 to 8, then tail first 3, 2, 1.
+    assert engine.scheduler.pool.free_order() == [4, 5, 6, 7, 8, 3, 2, 1]
+    pool = engine.scheduler.pool
+    pool.share([3])  # somebody holds 3, so that it outlives 2 and 1
+    taken = pool.take(7)
+    assert set(taken.tolist()) == {1, 2, 4, 5, 6, 7, 8}
+    pool.release(taken, 0)
+    pool.release(pool.refs.nonzero()[0].astype("int32"), 1)
+    assert engine.step().hits == {"a": 0}

@@ -36,16 +36,31 @@ def test_a_decode_behind_a_chunk_that_eats_the_budget_gets_nothing() -> None:
     assert engine.step().waiting == ["last"]
 
 
-def test_a_decode_that_the_budget_does_not_reach_is_skipped_for_a_step() -> None:
-    engine = Engine(max_num_batched_tokens=4)
+def test_a_decode_that_the_budget_does_not_reach_gets_nothing_and_is_named() -> None:
+    engine = Engine(max_num_batched_tokens=8, long_prefill_token_threshold=7)
+    engine.add("long", 30)
+    engine.add("short", 1)
+    engine.add("other", 1)
+    assert engine.step().sched == {"long": 7, "short": 1}
+    assert engine.step().starved == []  # other waits; that is not a gap in anybody's stream
+    engine.scheduler.abort(engine.requests["short"])
+    assert engine.step().sched == {"long": 7, "other": 1}
+    engine.scheduler.abort(engine.requests["other"])
+    engine.add("late", 1)
+    # 9 tokens of long are left: 7 and late's prompt, then 2 and late's first decode.
+    assert engine.step().sched == {"long": 7, "late": 1}
+    assert engine.step().sched == {"long": 2, "late": 1}
+
+    # Alone long is not capped: it takes the whole budget, and a decode behind it, if there were one, nothing. With
+    # speculation a decode wants 1 + k: three of them share a budget of 8 as 4, 4 and nothing.
+    engine = Engine(max_num_batched_tokens=8, num_speculative_tokens=3)
+    engine.propose = 3
     for name in "abc":
-        engine.add(name, 1)
+        engine.add(name, 1, max_tokens=20)
     engine.step()
-    engine.add("d", 1)
-    assert list(engine.step().sched) == ["a", "b", "c", "d"]
-    # Under a budget of 4 nobody else can be scheduled: e waits until one of the four ends.
-    engine.add("e", 1)
-    assert engine.step().waiting == ["e"]
+    decided = engine.step()
+    assert decided.sched == {"a": 4, "b": 4}
+    assert decided.starved == ["c"]
 
 
 def test_what_does_not_fit_the_budget_is_cut_to_it() -> None:
@@ -248,6 +263,20 @@ def test_a_refunded_victim_leaves_its_budget_to_those_behind_it() -> None:
     # low computes token 12 (fits), high token 6 (fits); mid needs a page: the victim is low, which was in the step.
     assert decided.preempted == ["low"]
     assert decided.sched == {"high": 1, "mid": 1}
+
+
+def test_when_a_victim_before_it_is_removed_nobody_behind_is_skipped() -> None:
+    engine = Engine(num_pages=6, page_tokens=4, queue_order="priority")
+    engine.add("low", 8, priority=2)
+    engine.step()
+    engine.add("a", 4, priority=0)
+    engine.add("b", 3, priority=1)
+    engine.add("c", 1, priority=1)
+    assert engine.step().sched == {"low": 1, "a": 4, "b": 3, "c": 1}  # 3 + 1 + 1 + 1 pages: none is left
+    # a needs a page: low, first in order and already in the step, goes; b and c, behind a, are served all the same.
+    decided = engine.step()
+    assert decided.preempted == ["low"]
+    assert decided.sched == {"a": 1, "b": 1, "c": 1}
 
 
 def test_under_priority_a_self_preempted_sequence_does_not_end_the_loop() -> None:

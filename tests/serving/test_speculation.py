@@ -117,6 +117,19 @@ def test_pages_full_of_drafts_are_not_registered_before_they_are_verified() -> N
     assert engine.plan().hits == {"b": 4}
 
 
+def test_pages_full_of_drafts_are_not_registered_where_a_trace_names_them_either() -> None:
+    engine = speculating(3, page_tokens=4)
+    engine.accept = lambda *_: 0
+    engine.add("a", 4, max_tokens=20, keys=["k0", "k1", "k2"])
+    engine.step()
+    engine.step()
+    engine.add("b", 12, max_tokens=1, keys=["k0", "k1", "k2"])
+    # 6 tokens of a are known and 5 computed: one full page, though drafts of this very step fill the second.
+    decided = engine.step()
+    assert decided.drafts == {"a": 3}
+    assert decided.hits == {"b": 4}
+
+
 def test_pages_of_verified_drafts_are_registered() -> None:
     engine = speculating(3, page_tokens=4)
     engine.add("a", 4, max_tokens=20)
