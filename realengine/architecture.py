@@ -40,10 +40,10 @@ class Rope:
 
     def frequencies(self, head_dim: int) -> npt.NDArray[np.float64]:
         """Radians per position of each of the head_dim / 2 pairs."""
-        exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-        frequencies: npt.NDArray[np.float64] = self.theta**-exponents / self.linear_factor
+        exponents: npt.NDArray[np.float64] = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+        frequencies: npt.NDArray[np.float64] = np.power(self.theta, -exponents) / self.linear_factor
         if self.factors:
-            return frequencies / np.asarray(self.factors)
+            return frequencies / np.asarray(self.factors, np.float64)
         if self.llama3 is None:
             return frequencies
         s = self.llama3

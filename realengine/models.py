@@ -78,6 +78,9 @@ class Model:
             x = self.ranks.sum(layer.down(ops.silu_mul(layer.gate_up(x))))
         if batch.sample_rows is not None and residual is not None:
             x, residual = x[batch.sample_rows], residual[batch.sample_rows]
+        vocabulary = self.architecture.shape.vocab_size
+        if not len(x):
+            return x.new_empty(0, vocabulary)
         x, _ = ops.add_norm(x, residual, weights.norm, eps)
         logits = self.ranks.gather(weights.head(x))
-        return logits[:, : self.architecture.shape.vocab_size]
+        return logits[:, :vocabulary]

@@ -1,0 +1,135 @@
+"""An engine from a model's name: find it, load it, give it a cache, a runner and a scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from realengine.engine import Engine
+from realengine.load import DTYPES, Source, find_model, load
+from realengine.models import Model
+from realengine.parallel import SINGLE, TensorParallel
+from realengine.runner import CpuRunner, Runner, StepRunner, allocate_caches
+from serving.config import SchedulerConfig
+from serving.errors import InfeasibleError, UsageError
+from serving.policies import BatchPolicy
+
+CPU_CACHE_BYTES = 2 * 2**30
+"""KV cache on the CPU unless told otherwise, or less where all sequences together cannot need it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What an engine needs beside the scheduler's limits. Raises `UsageError` naming the field."""
+
+    model: str | Path
+    load_format: str = "auto"
+    dtype: str = "auto"
+    """float32, bfloat16 or float16; auto is bfloat16."""
+    device: str = "auto"
+    """cuda, cuda:1, cpu; auto is CUDA where there is one."""
+    gpu_memory_utilization: float = 0.92
+    enforce_eager: bool = False
+    """Record no CUDA graphs."""
+    seed: int = 0
+    """Of the seeds of requests that bring none."""
+
+    def torch_device(self) -> torch.device:
+        """The device meant. Raises `UsageError` when it is not there."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise UsageError(f"--device {self.device!r}; use cpu, cuda or cuda:N") from None
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
+        return device
+
+    def torch_dtype(self) -> torch.dtype:
+        """The type of weights, activations and cache."""
+        if self.dtype == "auto":
+            return torch.bfloat16
+        if self.dtype not in DTYPES:
+            raise UsageError(f"--dtype {self.dtype!r}; use auto, {', '.join(DTYPES)}")
+        return DTYPES[self.dtype]
+
+
+def build_engine(
+    options: EngineOptions,
+    limits: SchedulerConfig,
+    *,
+    policy: BatchPolicy | None = None,
+    num_pages: int | None = None,
+    ranks: TensorParallel = SINGLE,
+    source: Source | None = None,
+    record_events: bool = False,
+) -> Engine:
+    """An engine that is ready to `start`.
+
+    `num_pages` replaces that of `limits`; None works it out from the device's memory. `max_model_len` is cut to what the
+    model was made for. Raises `UsageError` and `InfeasibleError` as the parts do.
+    """
+    source = source if source is not None else find_model(options.model, options.load_format)
+    device, dtype = options.torch_device(), options.torch_dtype()
+    shape = source.architecture.shape
+    limits = replace(limits, max_model_len=min(limits.max_model_len, shape.max_position_embeddings))
+    model = load(source, device=device, dtype=dtype, max_positions=limits.max_model_len, ranks=ranks)
+    if num_pages is None:
+        num_pages = pages_that_fit(model, limits, dtype, device, options.gpu_memory_utilization)
+    limits = replace(limits, num_pages=num_pages)
+    return Engine(
+        limits,
+        make_runner(model, limits, dtype, device, graphs=not options.enforce_eager),
+        policy=policy,
+        tokenizer=source.tokenizer,
+        eos_token_ids=source.architecture.eos_token_ids,
+        vocab_size=shape.vocab_size,
+        seed=options.seed,
+        record_events=record_events,
+    )
+
+
+def make_runner(
+    model: Model, limits: SchedulerConfig, dtype: torch.dtype, device: torch.device, *, graphs: bool = True
+) -> Runner:
+    """The runner for `device`, with caches of `limits.num_pages` pages."""
+    caches = allocate_caches(model, limits.num_pages, limits.page_tokens, device=device, dtype=dtype)
+    num_slots = limits.max_num_seqs * (2 if limits.async_scheduling else 1)
+    step = StepRunner(model, caches, num_slots, device)
+    if device.type == "cuda":
+        from realengine.cuda import CudaRunner
+
+        width = -(-min(limits.max_model_len, limits.num_pages * limits.page_tokens) // limits.page_tokens)
+        return CudaRunner(step, limits.max_num_seqs, width, graphs=graphs)
+    return CpuRunner(step, overlap=limits.async_scheduling)
+
+
+def pages_that_fit(
+    model: Model, limits: SchedulerConfig, dtype: torch.dtype, device: torch.device, utilization: float
+) -> int:
+    """KV pages for `device`, weights being there already.
+
+    On CUDA `utilization` of the memory less what is taken, less room for the activations of a full step. Raises
+    `InfeasibleError` when not even one page fits.
+    """
+    shape = model.architecture.shape
+    per_token = shape.kv_bytes_per_token(model.ranks.size, dtype.itemsize)
+    page_bytes = int(per_token * limits.page_tokens)
+    wanted = limits.max_num_seqs * -(-limits.max_model_len // limits.page_tokens)
+    if device.type != "cuda":
+        return max(1, min(wanted, CPU_CACHE_BYTES // page_bytes))
+    free, total = torch.cuda.mem_get_info(device)
+    # The widest tensors of a step: gate and up side by side, their product, and logits in two types.
+    widest = 3 * shape.intermediate_size // model.ranks.size + 4 * shape.hidden_size
+    activations = limits.max_num_batched_tokens * widest * dtype.itemsize
+    activations += limits.max_num_seqs * shape.vocab_size * (dtype.itemsize + 8)
+    room = int(total * utilization) - (total - free) - activations
+    if room < page_bytes:
+        raise InfeasibleError(
+            f"{shape.name} leaves {max(room, 0) / 2**30:.2f} GiB for the KV cache at --gpu-memory-utilization "
+            f"{utilization}; a page takes {page_bytes / 2**20:.1f} MiB"
+        )
+    return min(wanted, room // page_bytes)

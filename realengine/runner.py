@@ -1,0 +1,144 @@
+"""One step on a device: inputs over, one forward for prompts and decodes alike, tokens drawn, tokens back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from realengine.batch import Batch, LayerCache
+from realengine.inputs import StepInputs
+from realengine.kernels import operators
+from realengine.models import Model
+from realengine.seats import Draws
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Tokens of one step [S], in the order of `StepInputs.plan_rows`, and their log-probabilities if asked for."""
+
+    tokens: npt.NDArray[np.int64]
+    device_s: float
+    """Time that the device worked on the step."""
+    logprobs: npt.NDArray[np.float32] | None = None
+    """Of the drawn tokens, under the model's own distribution [S]."""
+    top_tokens: npt.NDArray[np.int64] | None = None
+    """The likeliest tokens [S, n]."""
+    top_logprobs: npt.NDArray[np.float32] | None = None
+
+
+class Runner(Protocol):
+    """Runs steps in the order in which they are launched."""
+
+    def launch(self, inputs: StepInputs, draws: Draws) -> Callable[[], Drawn]:
+        """Start a step; what is returned waits for its tokens."""
+
+    def close(self) -> None: ...
+
+
+def allocate_caches(
+    model: Model, num_pages: int, page_tokens: int, *, device: torch.device, dtype: torch.dtype
+) -> list[LayerCache]:
+    """A paged cache per layer, page 0 included, zeroed."""
+    size = (num_pages + 1, page_tokens, model.num_kv_heads, model.architecture.shape.head_dim)
+    return [
+        LayerCache(
+            torch.zeros(size, device=device, dtype=dtype), torch.zeros(size, device=device, dtype=dtype)
+        )
+        for _ in model.weights.layers
+    ]
+
+
+class StepRunner:
+    """The work of one step, on whatever device the model is. `last_token[slot]` is the latest token of each sequence."""
+
+    def __init__(self, model: Model, caches: list[LayerCache], num_slots: int, device: torch.device) -> None:
+        self.model = model
+        self.caches = caches
+        self.device = device
+        self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._kernels = operators(device)
+
+    def batch(self, inputs: StepInputs, put: Callable[[npt.NDArray[np.generic]], Tensor]) -> Batch:
+        """The step's tensors; `put` brings an array to the device."""
+        ids = put(inputs.ids)
+        if inputs.in_flight is not None:
+            ids = torch.where(put(inputs.in_flight), self.last_token[put(inputs.token_seats)], ids)
+        every_row = len(inputs.sample_rows) == inputs.num_tokens
+        return Batch(
+            ids=ids,
+            positions=put(inputs.positions),
+            slots=put(inputs.kv_slots),
+            page_table=put(inputs.page_table),
+            context_len=put(inputs.context_len),
+            query_start=put(inputs.query_start),
+            num_decodes=inputs.num_decodes,
+            max_query=inputs.max_query,
+            longest=inputs.longest,
+            sample_rows=None if every_row else put(inputs.sample_rows),
+        )
+
+    def draw(
+        self,
+        logits: Tensor,
+        inputs: StepInputs,
+        draws: Draws,
+        put: Callable[[npt.NDArray[np.generic]], Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Tokens [S], and where asked for their log-probabilities and the likeliest tokens with theirs."""
+        if draws.greedy:
+            tokens = logits.argmax(dim=-1)
+        else:
+            tokens = self._kernels.sample(
+                logits,
+                put(draws.temperature),
+                put(draws.top_k),
+                put(draws.top_p),
+                put(draws.min_p),
+                put(draws.seed),
+                put(inputs.sample_positions),
+            )
+        self.last_token[put(inputs.sample_seats)] = tokens
+        if draws.logprobs < 0:
+            return (tokens,)
+        logprobs = logits.float().log_softmax(dim=-1)
+        top = logprobs.topk(min(draws.logprobs, logprobs.shape[1]), dim=-1)
+        return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1), top.indices, top.values
+
+    @torch.inference_mode()
+    def run(
+        self, inputs: StepInputs, draws: Draws, put: Callable[[npt.NDArray[np.generic]], Tensor]
+    ) -> Drawn:
+        """The whole step at once, for devices without a queue of their own."""
+        begun_s = time.perf_counter()
+        logits = self.model.forward(self.batch(inputs, put), self.caches)
+        if not len(inputs.sample_rows):
+            return Drawn(np.empty(0, np.int64), time.perf_counter() - begun_s)
+        tokens, *rest = (tensor.numpy() for tensor in self.draw(logits, inputs, draws, put))
+        return Drawn(tokens, time.perf_counter() - begun_s, *rest)
+
+
+class CpuRunner:
+    """The CPU as the device. With `overlap` steps run in a thread of their own, so that the next can be planned."""
+
+    def __init__(self, step: StepRunner, *, overlap: bool = False) -> None:
+        self.step = step
+        self._thread = ThreadPoolExecutor(1, "engine-device") if overlap else None
+
+    def launch(self, inputs: StepInputs, draws: Draws) -> Callable[[], Drawn]:
+        if self._thread is None:
+            drawn = self.step.run(inputs, draws, torch.from_numpy)
+            return lambda: drawn
+        future: Future[Drawn] = self._thread.submit(self.step.run, inputs, draws, torch.from_numpy)
+        return future.result
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
