@@ -161,10 +161,12 @@ class Attention:
         if found is not None and found[0][-1] >= batch:
             return found
         # Sized by the engine's limit at once: curves must not depend on which batch was asked for first.
-        most = -(-max(self._max_batch, batch, 64) // 16) * 16
-        batches = np.concatenate([np.arange(1, 32), np.arange(32, 256, 8), np.arange(256, most + 16, 16)])
-        batches = batches[batches <= most].astype(np.float64)
-        seconds = kernel.seconds(self._shape, batches[:, None], self.knots_array[None, :])
+        most = 2.0 ** np.ceil(np.log2(max(self._max_batch, batch, 64)))
+        dense = np.concatenate([np.arange(1, 32), np.arange(32, 256, 8), np.arange(256, most + 16, 16)])
+        batches = _measured_or(kernel, 0, dense[dense <= most])
+        contexts = _measured_or(kernel, 1, self.knots_array)
+        at = kernel.seconds(self._shape, batches[:, None], contexts[None, :])
+        seconds = np.stack([np.interp(self.knots_array, contexts, row) for row in at])
         kv_bytes = 2.0 * self._shape[1] * self._hw.head_dim * self._hw.kv_bytes
         floor = batches[:, None] * self.knots_array[None, :] * kv_bytes / self._hw.hbm_bytes_per_s
         table = monotone(monotone(np.maximum(seconds, floor), axis=1), axis=0)
@@ -200,3 +202,17 @@ class Attention:
         if self._prefill.fit is not None and self._prefill.fit.fitted:
             found += self._prefill.outside_hull(tokens=(16, most_tokens))
         return found
+
+
+def _measured_or(kernel: Kernel, axis: int, wanted: Floats) -> Floats:
+    """Grid of an axis: the measured values, and `wanted` outside them.
+
+    Attention is a sum over sequences and tokens, so between measurements time runs straight; a residual interpolated
+    in logarithms would bulge above the line.
+    """
+    if kernel.fit is None or kernel.fit.residual is None:
+        return np.asarray(wanted, np.float64)
+    measured = np.asarray(kernel.fit.residual.grid[axis], np.float64)
+    inside = measured[(measured >= wanted[0]) & (measured <= wanted[-1])]
+    outside = wanted[(wanted < measured[0]) | (wanted > measured[-1])]
+    return np.unique(np.concatenate([inside, outside, wanted[[0, -1]]]))
