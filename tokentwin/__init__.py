@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from serving.errors import TokenTwinError as TokenTwinError
     from serving.errors import UsageError as UsageError
     from sim.deployment import Deployment as Deployment
+    from sim.intervals import compare as compare
     from sim.record import RunRecord as RunRecord
+    from sim.replications import replicate as replicate
     from sim.slo import Goodput as Goodput
     from sim.slo import Slo as Slo
     from sim.workload import TenantSpec as TenantSpec
@@ -45,12 +47,14 @@ _WHERE = {
     "UsageError": "serving.errors",
     "Workload": "sim.workload",
     "WorkloadSpec": "sim.workload",
+    "compare": "sim.intervals",
     "describe": "sim.workload",
     "load_model": "costmodel.model",
     "load_profile": "costmodel.profile",
     "load_workload": "sim.workload",
     "plan_memory": "costmodel.memory",
     "read_workload_file": "sim.workload",
+    "replicate": "sim.replications",
     "simulate": "tokentwin.api",
     "spec_from_flags": "sim.workload",
 }
@@ -69,12 +73,14 @@ __all__ = [
     "Workload",
     "WorkloadSpec",
     "__version__",
+    "compare",
     "describe",
     "load_model",
     "load_profile",
     "load_workload",
     "plan_memory",
     "read_workload_file",
+    "replicate",
     "simulate",
     "spec_from_flags",
 ]
