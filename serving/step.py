@@ -41,7 +41,6 @@ class Step:
         self._rows: dict[int, int] = {}
         self._drafts: dict[int, int] = {}
         self._admitted: list[Admission] = []
-        self._starved: list[int] = []
         self._num_tokens = 0
         self._input_budget = self.config.max_num_batched_tokens
         self._draft_slots = self.config.draft_slots
@@ -171,8 +170,6 @@ class Step:
             if num_lacking > seqs.pool.num_free:
                 return False
             if not new.all():
-                left_out = slots[new == 0]
-                self._starved += left_out[~seqs.prefilling[left_out]].tolist()
                 keep = new > 0
                 slots, computed, new, pages = slots[keep], computed[keep], new[keep], pages[keep]
             if num_lacking:
@@ -209,8 +206,6 @@ class Step:
             count = min(count, config.max_model_len - computed - 1)
             if count <= 0:
                 position += 1
-                if not seqs.prefilling[slot]:
-                    self._starved.append(slot)
                 continue
             position, fits = self._extend_or_preempt(position, count)
             if fits:
@@ -218,9 +213,6 @@ class Step:
             elif config.queue_order == "fcfs":
                 break
             # Otherwise it was its own victim and `position` is already the next, which comes first and may still fit.
-        self._starved += [
-            slot for slot in order[position:] if not seqs.prefilling[slot] and slot not in self._rows
-        ]
 
     def _extend_or_preempt(self, position: int, count: int) -> tuple[int, bool]:
         """Extend the sequence at `position`, preempting others (at last itself) until its pages fit.
@@ -398,7 +390,7 @@ class Step:
             admitted=self._admitted,
             preempted=self.preempted,
             truncated=self.truncated,
-            starved=self._starved,
+            starved=self._starved(slots) if len(slots) < len(seqs.order) else [],
             num_running=len(seqs.order),
             num_waiting=len(self.scheduler.waiting),
             used_pages=self.scheduler.used_pages,
@@ -423,6 +415,15 @@ class Step:
                 # The drafts of the next step are not known yet; placeholders stand for them.
                 seqs.drafts[sampled] = self.config.num_speculative_tokens
         return plan
+
+    def _starved(self, slots: Slots) -> list[int]:
+        """Decoding sequences that are not among the scheduled `slots` although they have tokens to come."""
+        seqs = self.seqs
+        left_out = seqs.order_array()
+        left_out = left_out[~(np.isin(left_out, slots) | seqs.prefilling[left_out])]
+        in_flight = seqs.target[left_out] - seqs.known[left_out]
+        ends = (in_flight > 0) & (seqs.computed[left_out] + 2 - in_flight >= seqs.finish[left_out])
+        return list(left_out[~ends].tolist())
 
     def _split_chunks(self, plan: StepPlan, end: Counts) -> Counts:
         """Set the plan's prompt chunks and which rows sample; returns the context ends of the decodes."""
