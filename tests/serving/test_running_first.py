@@ -185,6 +185,20 @@ def test_nobody_is_admitted_in_a_step_with_a_preemption() -> None:
     assert decided.waiting == ["b", "c"]
 
 
+def test_nobody_more_urgent_is_admitted_in_a_step_with_a_preemption_either() -> None:
+    engine = Engine(num_pages=5, page_tokens=4, queue_order="priority")
+    engine.add("high", 4, priority=0)
+    engine.add("low", 12, priority=2)
+    engine.step()  # 1 + 3 pages
+    engine.add("middle", 1, priority=1)
+    # high takes the fifth page; low is full and its own victim. middle is the head of the queue and would fit.
+    decided = engine.step()
+    assert decided.preempted == ["low"]
+    assert decided.sched == {"high": 1}
+    assert decided.waiting == ["middle", "low"]
+    assert engine.step().sched == {"high": 1, "middle": 1}
+
+
 def test_preemption_frees_all_pages_and_keeps_the_tokens_generated() -> None:
     engine = Engine(num_pages=4, page_tokens=4, enable_prefix_caching=False)
     engine.add("a", 4, max_tokens=9)
