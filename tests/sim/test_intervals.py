@@ -127,7 +127,9 @@ def test_a_trace_keeps_its_requests_and_a_generated_workload_is_drawn_anew() -> 
 def test_the_same_deployment_twice_makes_no_difference() -> None:
     a, b = (replicate(spec(), SMALL, seed=1, replications=4) for _ in range(2))
     for name, difference in compare(a, b).items():
-        assert (difference.low, difference.value, difference.high) == pytest.approx((0, 0, 0), abs=1e-12), name
+        assert (difference.low, difference.value, difference.high) == pytest.approx((0, 0, 0), abs=1e-12), (
+            name
+        )
         assert difference.words == "no difference"
 
 
