@@ -182,7 +182,8 @@ def build(deployment: Deployment) -> Built:
     return Built(d, model, profile, memory, limits, pricer, tuple(warnings))
 
 
-def _policy_options(deployment: Deployment) -> dict[str, Any]:
+def policy_options(deployment: Deployment) -> dict[str, Any]:
+    """Options of the batch policy. Raises `UsageError` for those that the policy does not take."""
     options: dict[str, Any] = {}
     if deployment.static_batch_size is not None:
         options["batch_size"] = deployment.static_batch_size
@@ -211,7 +212,7 @@ def simulate(
     """
     built = deployment if isinstance(deployment, Built) else build(deployment)
     d = built.deployment
-    options = _policy_options(d)
+    options = policy_options(d)
     load_policy(d.policy, **options)  # a wrong name fails before anything runs
     if not len(workload):
         raise UsageError("the workload has no requests; check its filters, or give --num-prompts at least 1")

@@ -1,0 +1,244 @@
+"""`tokentwin serve`: the OpenAI API in front of the twin of a deployment, or of the engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from serving.errors import UsageError
+from tokentwin.config_file import with_config
+from tokentwin.flag_tables import CONFIG, DEPLOYMENT
+from tokentwin.flags import Flag, takes
+from tokentwin.job import make_deployment
+
+if TYPE_CHECKING:
+    from tokentwin.server.backend import Backend
+
+LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
+KEY_VARIABLE = "TOKENTWIN_API_KEY"
+
+SERVER: tuple[Flag, ...] = tuple(
+    Flag(name, kind, text, "Server", (), default)
+    for name, kind, text, default in (
+        ("engine", Literal["real", "twin"], "What generates: the engine, or its twin, which needs no GPU.", "real"),
+        ("tokenizer", Path, "Folder with a tokenizer.json; the model's own by default, and for a twin bytes and short "
+         "groups of letters.", None),
+        ("served_model_name", list[str], "Names that clients may use for the model.", None),
+        ("host", str, "Address to listen on; 0.0.0.0 is every one.", "127.0.0.1"),
+        ("port", int, "Port to listen on; 0 is any that is free.", "8000"),
+        ("api_key", list[str], f"Keys of which clients must send one; also read from {KEY_VARIABLE}.", None),
+        ("uvicorn_log_level", LogLevel, "How much uvicorn logs.", "info"),
+        ("disable_uvicorn_access_log", bool, "No line for each request.", None),
+        ("stream_interval", int, "Tokens to gather before they are sent; the first one goes at once.", "1"),
+        ("max_waiting", int, "Requests that may queue beyond those with a seat; more get status 429.", "10000"),
+        ("send_timeout", float, "Seconds after which a client that does not read is cut.", "30"),
+        ("drain_timeout", float, "Seconds that SIGTERM gives to requests that have begun.", "60"),
+        ("max_body_mib", int, "Longest body of a request, in MiB.", "8"),
+        ("load_format", Literal["auto", "dummy"], "Engine: the model's weights, or random ones of its shape.", "auto"),
+        ("device", str, "Engine: cuda, cuda:1 or cpu; CUDA where there is one, by default.", None),
+        ("time_scale", float, "Twin: simulated seconds per real second; 10 is ten times as fast.", "1"),
+        ("answer_len", int, "Twin: tokens of an answer to a request that sets no max_tokens.", "256"),
+    )
+)  # fmt: skip
+SERVE = {flag.name: flag for flag in (*DEPLOYMENT, *SERVER, CONFIG)}
+"""Every flag of `serve` by name."""
+
+TWIN_ONLY = (
+    "time_scale",
+    "answer_len",
+    "gpu",
+    "data_parallel_size",
+    "router",
+    "quantization",
+    "kv_cache_dtype",
+    "semantics",
+    "frontend_overhead_ms",
+)
+"""Flags that the engine does not know."""
+REAL_ONLY = ("load_format", "device")
+MEASURED_HERE = ("tokenize_us_per_token", "detokenize_us_per_token")
+"""What the twin assumes of a front end is really done here."""
+LEAST = {"stream_interval": 1, "max_waiting": 1, "max_body_mib": 1, "answer_len": 1, "port": 0}
+
+
+@takes(DEPLOYMENT, SERVER, (CONFIG,))
+def serve(**flags: Any) -> int:
+    """Serve the OpenAI API: completions, chat, streaming, Prometheus metrics.
+
+    Example: tokentwin serve --model llama-3.1-8b --gpu h200 --engine twin --port 8000
+    """
+    given = with_config(flags, SERVE)
+    _check(given)
+    _need_extra()
+    from tokentwin.server.run import bind, make_server
+    from tokentwin.server.service import Limits, Service
+
+    twin = given.get("engine", "real") == "twin"
+    backend = make_twin(given) if twin else make_engine(given)
+    keys = [*given.get("api_key", ()), *filter(None, [os.environ.get(KEY_VARIABLE)])]
+    limits = Limits(
+        names=tuple(given.get("served_model_name", ())),
+        api_keys=tuple(keys),
+        send_timeout_s=given.get("send_timeout", 30.0),
+        max_body_bytes=given.get("max_body_mib", 8) << 20,
+    )
+    service = Service(backend, limits)
+    listener = bind(given.get("host", "127.0.0.1"), given.get("port", 8000))
+    server = make_server(
+        service,
+        log_level=given.get("uvicorn_log_level", "info"),
+        access_log=not given.get("disable_uvicorn_access_log"),
+        drain_timeout_s=given.get("drain_timeout", 60.0),
+    )
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    what = "the twin of " if twin else ""
+    sys.stdout.write(f"Serving {what}{', '.join(service.names)} at http://{address}:{port}\n")
+    sys.stdout.flush()
+    server.run(sockets=[listener])
+    return 1 if server.cut or backend.failure is not None else 0
+
+
+def make_twin(given: Mapping[str, Any]) -> Backend:
+    """The twin of the deployment that the flags describe."""
+    from sim.deployment import build, policy_options
+    from tokentwin.server.plain_codec import PlainCodec
+    from tokentwin.server.twin import TwinBackend
+
+    built = build(make_deployment(given))
+    for warning in built.warnings:
+        sys.stderr.write(f"warning: {warning}\n")
+    folder = tokenizer_folder(given)
+    names = {"time_scale": "time_scale", "answer_len": "answer_tokens", "max_waiting": "max_waiting"}
+    names["stream_interval"] = "stream_interval"
+    return TwinBackend(
+        built,
+        load_codec(folder) if folder is not None else PlainCodec(),
+        root=str(folder) if folder is not None else None,
+        policy_options=policy_options(built.deployment),
+        **{ours: given[flag] for flag, ours in names.items() if flag in given},
+    )
+
+
+def make_engine(given: Mapping[str, Any]) -> Backend:
+    """The engine, with the model that --model names, loaded. Raises `UsageError` without the extra `engine`."""
+    from importlib import import_module
+
+    from serving.config import SchedulerConfig
+    from serving.policies import load_policy
+    from sim.deployment import policy_options
+    from tokentwin.server.engine import EngineBackend
+    from tokentwin.server.plain_codec import PlainCodec
+
+    d = make_deployment(given)
+    try:
+        build = import_module("realengine.build")
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"--engine real needs {error.name}, which is not installed: pip install 'tokentwin[engine]' "
+            "(--engine twin needs neither torch nor a GPU)"
+        ) from None
+    limits = SchedulerConfig(
+        num_pages=d.num_gpu_blocks_override or 1,
+        page_tokens=d.block_size,
+        max_num_seqs=d.max_num_seqs or 64,
+        max_num_batched_tokens=d.max_num_batched_tokens or 2048,
+        max_model_len=d.max_model_len or 1 << 17,
+        enable_prefix_caching=d.enable_prefix_caching,
+        enable_chunked_prefill=d.enable_chunked_prefill,
+        long_prefill_token_threshold=d.long_prefill_token_threshold,
+        queue_order=d.scheduling_policy,
+        async_scheduling=d.policy == "chunked" if d.async_scheduling is None else d.async_scheduling,
+    )
+    options = build.EngineOptions(
+        d.model,
+        load_format=given.get("load_format", "auto"),
+        dtype=d.dtype,
+        device=given.get("device", "auto"),
+        gpu_memory_utilization=d.gpu_memory_utilization,
+        enforce_eager=d.enforce_eager,
+    )
+    source = build.find_model(options.model, options.load_format)
+    engine = build.build_engine(
+        options,
+        limits,
+        source=source,
+        policy=load_policy(d.policy, **policy_options(d)),
+        num_pages=d.num_gpu_blocks_override,
+    )
+    folder = tokenizer_folder(given)
+    if folder is not None and "tokenizer" in given:
+        engine.tokenizer = load_codec(folder)
+    elif engine.tokenizer is None:
+        engine.tokenizer = PlainCodec(source.architecture.shape.vocab_size)
+    return EngineBackend(
+        engine,
+        engine.tokenizer,
+        model=Path(d.model).name,
+        root=str(folder or Path(d.model).expanduser().resolve()),
+        **{name: given[name] for name in ("max_waiting", "stream_interval") if name in given},
+    )
+
+
+def tokenizer_folder(given: Mapping[str, Any]) -> Path | None:
+    """Where the tokenizer is: --tokenizer, or the folder of the model."""
+    if "tokenizer" in given:
+        folder = Path(given["tokenizer"]).expanduser().resolve()
+        return folder.parent if folder.name == "tokenizer.json" else folder
+    model = Path(str(given.get("model", ""))).expanduser()
+    folder = model if model.is_dir() else model.parent
+    if model.exists() and (folder / "tokenizer.json").is_file():
+        return folder.resolve()
+    return None
+
+
+def load_codec(folder: Path) -> Any:
+    """The tokenizer of a folder. Raises `UsageError` when it cannot be read."""
+    from realengine.tokenizer import Tokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        raise UsageError(f"--tokenizer {folder}: there is no tokenizer.json; name a folder that has one")
+    try:
+        return Tokenizer.from_folder(folder)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--tokenizer {folder}: cannot be read ({error})") from None
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    twin = given.get("engine", "real") == "twin"
+    for name in TWIN_ONLY:
+        if name in given and not twin:
+            raise UsageError(f"{SERVE[name].option} has an effect only with --engine twin")
+    for name in REAL_ONLY:
+        if name in given and twin:
+            raise UsageError(f"{SERVE[name].option} has an effect only with --engine real")
+    if not twin and given.get("tensor_parallel_size", 1) > 1:
+        raise UsageError("--tensor-parallel-size: the engine serves from one device; use 1, or --engine twin")
+    for name in MEASURED_HERE:
+        if name in given:
+            raise UsageError(f"{SERVE[name].option} has no effect on a server, which does that work itself")
+    for name, least in LEAST.items():
+        if given.get(name, least) < least:
+            raise UsageError(f"{SERVE[name].option} must be at least {least}, got {given[name]}")
+    for name in ("send_timeout", "drain_timeout"):
+        if not given.get(name, 1.0) >= 0:
+            raise UsageError(f"{SERVE[name].option} must be 0 or more seconds, got {given[name]:g}")
+    if not given.get("time_scale", 1.0) > 0:
+        raise UsageError(f"--time-scale must be a positive number, got {given['time_scale']:g}")
+
+
+def _need_extra() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import httptools  # noqa: F401
+        import jinja2  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import tokenizers  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"tokentwin serve needs {error.name}, which is not installed: pip install 'tokentwin[serve]'"
+        ) from None

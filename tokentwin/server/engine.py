@@ -1,0 +1,279 @@
+"""The real engine behind the API: its thread's outputs, handed over to the event loop. Knows no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from realengine.answer import Listener, Output, TokenLogprob
+from realengine.generation import Sampling
+from realengine.recorder import Recorder
+from serving.config import SchedulerConfig
+from serving.errors import TokenTwinError
+from serving.plan import StepPlan
+from serving.request import Request
+from serving.scheduler import Scheduler
+from tokentwin.server.backend import (
+    Busy,
+    Codec,
+    Delta,
+    Failed,
+    GenerationRequest,
+    Meters,
+    Refused,
+    Stats,
+    Timing,
+)
+from tokentwin.server.generation import MailGeneration
+from tokentwin.server.mailbox import Mailbox
+
+
+class Engine(Protocol):
+    """What of `realengine.engine.Engine` is used here."""
+
+    config: SchedulerConfig
+    scheduler: Scheduler
+    recorder: Recorder
+    fault: BaseException | None
+
+    def start(self) -> None: ...
+    def stop(self, timeout_s: float | None = None) -> None: ...
+    def now_s(self) -> float: ...
+    def add(
+        self, prompt: Sequence[int], sampling: Sampling, listener: Listener, *, priority: int = 0
+    ) -> list[Request]: ...
+    def abort(self, request: Request) -> None: ...
+
+
+class _Boundaries(Recorder):
+    """Instead of a record of everything, which would grow for ever: what `/metrics` wants to know."""
+
+    def __init__(self, scheduler: Scheduler, meters: Meters) -> None:
+        super().__init__(scheduler)
+        self._meters = meters
+        self.now_s = 0.0
+        self.scheduled_s: dict[Request, float] = {}
+        self.preemptions = 0
+
+    def sent(self, request: Request, sent_s: float) -> None:
+        """Nothing to note."""
+
+    def queued(self, request: Request, now_s: float) -> None:
+        """Nothing to note."""
+
+    def admitted(self, plan: StepPlan, now_s: float) -> None:
+        """When requests are scheduled for the first time."""
+        for request, _, resumed in plan.admitted:
+            if not resumed:
+                self.scheduled_s[request] = now_s
+
+    def preempted(self, request: Request) -> None:
+        """One more."""
+        self.preemptions += 1
+
+    def ended(self, request: Request, now_s: float) -> None:
+        """Nothing to note."""
+
+    def step(self, plan: StepPlan, start_s: float, end_s: float, gpu_s: float, host_s: float) -> None:
+        """The tokens that come next are from a step that ended at `end_s`."""
+        self.now_s = end_s
+        self._meters.step(plan.num_tokens)
+
+    def settle(self) -> None:
+        """Nothing to note."""
+
+
+@dataclass(slots=True, eq=False)
+class _Submission:
+    """One request's answers on their way from the engine."""
+
+    mailbox: Mailbox
+    arrival_s: float
+    prompt_tokens: int
+    requests: list[Request] = field(default_factory=list)
+    open: set[int] = field(default_factory=set)
+    first_s: dict[int, float] = field(default_factory=dict)
+    last_s: dict[int, float] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+
+
+class EngineBackend:
+    """`realengine`'s engine, serving clients. `max_waiting` requests may queue beyond those that have a seat."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        codec: Codec,
+        *,
+        model: str,
+        root: str,
+        max_waiting: int = 10_000,
+        stream_interval: int = 1,
+        buffer_tokens: int = 1 << 14,
+    ) -> None:
+        self.engine = engine
+        self.codec = codec
+        self.model = model
+        self.root = root
+        self.max_model_len = engine.config.max_model_len
+        self._interval = stream_interval
+        self._buffer_tokens = buffer_tokens
+        self._max_unfinished = engine.config.max_num_seqs + max_waiting
+        self._unfinished = 0
+        self._outbox: deque[tuple[_Submission, Output, float]] = deque()
+
+    async def start(self, meters: Meters) -> None:
+        """Start the engine's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._meters = meters
+        self._boundaries = _Boundaries(self.engine.scheduler, meters)
+        self.engine.recorder = self._boundaries
+        self.engine.start()
+
+    async def stop(self) -> None:
+        """End the engine's thread."""
+        await asyncio.to_thread(self.engine.stop)
+        self._deliver()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine broke; None while it is well."""
+        return None if self.engine.fault is None else repr(self.engine.fault)
+
+    @property
+    def unfinished(self) -> int:
+        """Answers that are queued or running."""
+        return self._unfinished
+
+    def stats(self) -> Stats:
+        """As the scheduler has it; read from another thread, so that figures may be a step apart."""
+        scheduler = self.engine.scheduler
+        running = scheduler.num_running
+        return Stats(
+            running=running,
+            waiting=max(0, self._unfinished - running),
+            kv_usage=scheduler.used_pages / scheduler.config.num_pages,
+            prefix_queries_tokens=scheduler.prefix_queries_tokens,
+            prefix_hits_tokens=scheduler.prefix_hit_tokens,
+            preemptions=self._boundaries.preemptions,
+        )
+
+    # ---- requests ------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> MailGeneration:
+        """Hand a request to the engine."""
+        if (failure := self.failure) is not None:
+            raise Failed(failure)
+        if request.extras:
+            name = min(request.extras)
+            raise Refused(f"the engine does not know {name}; leave it out", param=name)
+        sampling = request.fitted(self.max_model_len)
+        config = self.engine.config
+        if request.priority and config.queue_order != "priority":
+            raise Refused("priority has an effect only under --scheduling-policy priority", param="priority")
+        probe = Request("probe", len(request.prompt), sampling.max_tokens)
+        if reason := self.engine.scheduler.refusal(probe):
+            raise Refused(reason, param="prompt", code="context_length_exceeded")
+        if self._unfinished + sampling.n > self._max_unfinished:
+            raise Busy(f"{self._unfinished} requests are in the server; its queue is full")
+        submission = _Submission(
+            Mailbox(self._interval, self._buffer_tokens), self.engine.now_s(), len(request.prompt)
+        )
+        try:
+            submission.requests = self.engine.add(
+                request.prompt, sampling, self._listener(submission), priority=request.priority
+            )
+        except TokenTwinError as error:
+            raise Refused(str(error)) from None
+        submission.open = set(range(sampling.n))
+        self._unfinished += sampling.n
+
+        def abort(index: int, reason: str) -> Timing | None:
+            self.engine.abort(submission.requests[index])
+            return None
+
+        return MailGeneration(submission.mailbox, sampling.n, abort)
+
+    def _listener(self, submission: _Submission) -> Listener:
+        """Called in the engine's thread; the loop is woken once for all that waits."""
+
+        def listen(output: Output) -> None:
+            first = not self._outbox
+            self._outbox.append((submission, output, self._boundaries.now_s))
+            if first:
+                self._call(self._deliver)
+
+        return listen
+
+    def _call(self, action: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(action)
+        except RuntimeError:  # the loop has ended, and nobody listens any more
+            self._outbox.clear()
+
+    def _deliver(self) -> None:
+        """On the loop: outputs into their mailboxes."""
+        while self._outbox:
+            self._take(*self._outbox.popleft())
+
+    def _take(self, submission: _Submission, output: Output, now_s: float) -> None:
+        index, count = output.index, len(output.token_ids)
+        if index not in submission.open:
+            return
+        if count:
+            if index in submission.last_s:
+                self._meters.tokens(count, now_s - submission.last_s[index])
+            else:
+                submission.first_s[index] = now_s
+                self._meters.first_token(now_s - submission.arrival_s)
+            submission.last_s[index] = now_s
+            submission.tokens[index] = submission.tokens.get(index, 0) + count
+        delta = Delta(
+            index,
+            list(output.token_ids),
+            output.text,
+            output.finish_reason,
+            output.stop_reason,
+            logprobs=[self._logprob(entry) for entry in output.logprobs],
+        )
+        if output.finish_reason is not None:
+            delta.timing = self._end(submission, output)
+        if output.finish_reason in ("error", "rejected"):
+            submission.mailbox.fail(Failed(output.message))
+        elif not submission.mailbox.put(delta) and output.finish_reason is None:
+            self.engine.abort(submission.requests[index])
+
+    def _end(self, submission: _Submission, output: Output) -> Timing:
+        index = output.index
+        request = submission.requests[index]
+        timing = Timing(
+            submission.arrival_s,
+            self._boundaries.scheduled_s.pop(request, math.nan),
+            submission.first_s.get(index, math.nan),
+            submission.last_s.get(index, math.nan),
+            submission.prompt_tokens,
+            submission.tokens.get(index, 0),
+            output.cached_tokens,
+        )
+        submission.open.discard(index)
+        self._unfinished -= 1
+        self._meters.ended(timing, output.finish_reason or "")
+        return timing
+
+    def _logprob(self, entry: TokenLogprob) -> dict[str, object]:
+        return {
+            **self._token(entry.token, entry.logprob),
+            "top_logprobs": [self._token(token, logprob) for token, logprob in entry.top],
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, object]:
+        text = self.codec.decode([token], skip_special_tokens=False)
+        return {
+            "token": text,
+            "logprob": max(logprob, -9999.0),
+            "bytes": list(text.encode("utf-8", "replace")),
+        }

@@ -1,0 +1,145 @@
+"""`/metrics`: vLLM's names, in Prometheus text. Times are seconds of the backend's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tokentwin.server.backend import Backend, Timing
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SHORT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+)
+_GAPS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_LABELS = ("model_name", "engine")
+
+
+class _Now(Collector):
+    """What the backend knows itself, read when somebody asks."""
+
+    def __init__(self, backend: Backend, labels: tuple[str, str]) -> None:
+        self._backend = backend
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._backend.stats()
+        gauges = (
+            ("num_requests_running", "Requests in the running batch.", stats.running),
+            ("num_requests_waiting", "Requests waiting to be scheduled.", stats.waiting),
+            ("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", stats.kv_usage),
+        )
+        counters = (
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries_tokens),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits_tokens),
+            ("num_preemptions", "Preemptions.", stats.preemptions),
+        )
+        for name, words, value in gauges:
+            gauge = GaugeMetricFamily(f"vllm:{name}", words, labels=_LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        for name, words, value in counters:
+            counter = CounterMetricFamily(f"vllm:{name}", words, labels=_LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        lag = GaugeMetricFamily(
+            "tokentwin:lag_seconds", "Real seconds by which a twin is behind.", labels=_LABELS
+        )
+        lag.add_metric(self._labels, stats.lag_s)
+        yield lag
+
+
+class PrometheusMeters:
+    """Counters and histograms of one server, in a registry of its own."""
+
+    def __init__(self, backend: Backend, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = (model, "0")
+        self.registry.register(_Now(backend, self._labels))
+        self._prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens of requests that began to answer."
+        )
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            "vllm:request_success",
+            "Requests that ended, by reason.",
+            (*_LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SHORT)
+        self._itl = self._histogram("inter_token_latency_seconds", "Gap between tokens.", _GAPS)
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean gap between the tokens of a request.", _GAPS
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LONG)
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first scheduled.", _LONG)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "First scheduled to first token.", _LONG
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "First token to last.", _LONG)
+        self._iteration = self._histogram("iteration_tokens_total", "Tokens computed by a step.", _TOKENS)
+
+    def step(self, num_tokens: int) -> None:
+        """A step ended."""
+        self._iteration.observe(num_tokens)
+
+    def first_token(self, ttft_s: float) -> None:
+        """An answer began."""
+        self._ttft.observe(ttft_s)
+        self._generation_tokens.inc()
+
+    def tokens(self, count: int, gap_s: float) -> None:
+        """An answer grew by `count` tokens, `gap_s` after the one before."""
+        for _ in range(count):
+            self._itl.observe(gap_s / count)
+        self._generation_tokens.inc(count)
+
+    def ended(self, timing: Timing, reason: str) -> None:
+        """An answer ended."""
+        self._success.labels(*self._labels, reason).inc()
+        if not timing.output_tokens:
+            return
+        self._prompt_tokens.inc(timing.prompt_tokens)
+        self._e2e.observe(timing.ttft_s + timing.decode_s)
+        self._queue.observe(timing.queue_s)
+        self._prefill.observe(timing.ttft_s - timing.queue_s)
+        self._decode.observe(timing.decode_s)
+        if timing.output_tokens > 1:
+            self._tpot.observe(timing.mean_itl_s)
+
+    def text(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, words: str) -> Counter:
+        counter = Counter(f"vllm:{name}", words, _LABELS, registry=self.registry)
+        return counter.labels(*self._labels)
+
+    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"vllm:{name}", words, _LABELS, registry=self.registry, buckets=buckets)
+        return histogram.labels(*self._labels)

@@ -1,0 +1,238 @@
+"""The twin behind the API: the scheduler and the prices of a `Deployment`, in real time, and words that mean nothing.
+
+Time in here is the deployment's. `scale` simulated seconds pass in a real one. What a step computes is decided at its
+simulated start and told at its simulated end, so that a server that wakes late shifts no later step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Any
+
+from serving.errors import UsageError
+from serving.policies import load_policy
+from serving.request import Request, TokenKeys
+from serving.scheduler import Scheduler
+from sim.clock import Clock
+from sim.deployment import Built
+from sim.router import make_router
+from tokentwin.server.backend import (
+    Busy,
+    Codec,
+    Failed,
+    GenerationRequest,
+    Meters,
+    Refused,
+    Stats,
+    Timing,
+)
+from tokentwin.server.generation import TextGeneration
+from tokentwin.server.live_replica import Answer, LiveReplica
+from tokentwin.server.mailbox import Mailbox
+
+_TEXT = (
+    " this is the text of a twin and not of a model: it has the length and the pace of an answer, and every word of it "
+    "says the same. you may read it as often as you like; there is no more to it than the time it takes."
+)
+
+
+class TwinBackend:
+    """A deployment that exists in the cost model alone, serving real clients.
+
+    `answer_tokens` is the length of an answer to a request that sets none. `max_waiting` requests may queue beyond
+    those that have a seat.
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        codec: Codec,
+        *,
+        root: str | None = None,
+        policy_options: dict[str, Any] | None = None,
+        time_scale: float = 1.0,
+        answer_tokens: int = 256,
+        max_waiting: int = 10_000,
+        stream_interval: int = 1,
+        buffer_tokens: int = 1 << 14,
+    ) -> None:
+        if not 0 < time_scale < math.inf:
+            raise UsageError(f"--time-scale must be a positive number, got {time_scale:g}")
+        if built.limits.queue_order == "edf":
+            raise UsageError(
+                "--scheduling-policy edf needs deadlines, and requests over HTTP have none; use fcfs"
+            )
+        self.built = built
+        self.codec = codec
+        self.model = built.model.name
+        self.root = root if root is not None else built.model.name
+        self.max_model_len = built.limits.max_model_len
+        self._scale = time_scale
+        self._answer_tokens = answer_tokens
+        self._interval = stream_interval
+        self._buffer_tokens = buffer_tokens
+        self._policy_options = policy_options or {}
+        self._script = codec.encode(_TEXT, add_special_tokens=False)
+        replicas = built.deployment.data_parallel_size
+        self._max_unfinished = built.limits.max_num_seqs * replicas + max_waiting
+        self._answers: dict[Request, Answer] = {}
+        self._count = 0
+        self._failure: str | None = None
+        self._driver: asyncio.Task[None] | None = None
+        self._woken: asyncio.Event = asyncio.Event()
+        self._clock = Clock()
+        self._replicas: list[LiveReplica] = []
+
+    async def start(self, meters: Meters) -> None:
+        """Begin simulated time at 0."""
+        d, limits = self.built.deployment, self.built.limits
+        self._meters = meters
+        for index in range(d.data_parallel_size):
+            scheduler = Scheduler(limits, load_policy(d.policy, **self._policy_options))
+            self._replicas.append(
+                LiveReplica(
+                    self._clock,
+                    index,
+                    scheduler,
+                    self.built.pricer,
+                    meters,
+                    self._answers,
+                    ended=self._ended,
+                    unread=self._abort,
+                )
+            )
+        self._router = make_router(d.router, self._replicas)
+        self._origin_s = time.monotonic()
+        self._driver = asyncio.create_task(self._drive())
+
+    async def stop(self) -> None:
+        """Stop simulated time."""
+        for answer in list(self._answers.values()):
+            self._abort(answer)
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.gather(self._driver, return_exceptions=True)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the twin broke; None while it is well."""
+        return self._failure
+
+    @property
+    def unfinished(self) -> int:
+        """Answers that are queued or running."""
+        return len(self._answers)
+
+    def now_s(self) -> float:
+        """Simulated time now, by the real clock."""
+        return (time.monotonic() - self._origin_s) * self._scale
+
+    def stats(self) -> Stats:
+        """Of all replicas together."""
+        schedulers = [replica.scheduler for replica in self._replicas]
+        running = sum(scheduler.num_running for scheduler in schedulers)
+        pages = sum(scheduler.config.num_pages for scheduler in schedulers)
+        late_s = self.now_s() - self._clock.peek()
+        return Stats(
+            running=running,
+            waiting=len(self._answers) - running,
+            kv_usage=sum(scheduler.used_pages for scheduler in schedulers) / max(1, pages),
+            prefix_queries_tokens=sum(scheduler.prefix_queries_tokens for scheduler in schedulers),
+            prefix_hits_tokens=sum(scheduler.prefix_hit_tokens for scheduler in schedulers),
+            preemptions=sum(replica.preemptions for replica in self._replicas),
+            lag_s=max(0.0, late_s) / self._scale,
+        )
+
+    # ---- time ----------------------------------------------------------------------------------------------
+
+    async def _drive(self) -> None:
+        try:
+            while True:
+                next_s = self._clock.peek()
+                ahead_s = next_s - self.now_s()
+                if ahead_s <= 0:
+                    self._clock.step()
+                    await asyncio.sleep(0)  # readers send what the step made before the next one is made
+                else:
+                    await self._sleep(ahead_s / self._scale)
+        except Exception as error:  # whatever it is, clients must not wait for ever
+            self._failure = f"{type(error).__name__}: {error}"
+            for answer in self._answers.values():
+                answer.mailbox.fail(Failed(self._failure))
+            self._answers.clear()
+            raise
+
+    async def _sleep(self, real_s: float) -> None:
+        """Until `real_s` seconds have passed or somebody arrives."""
+        self._woken.clear()
+        if real_s == math.inf:
+            await self._woken.wait()
+            return
+        timer = asyncio.get_running_loop().call_later(real_s, self._woken.set)
+        try:
+            await self._woken.wait()
+        finally:
+            timer.cancel()
+
+    # ---- requests ------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> TextGeneration:
+        """Queue a request on the replica that the router chooses."""
+        if self._failure is not None:
+            raise Failed(self._failure)
+        sampling = request.fitted(self.max_model_len, self._answer_tokens)
+        if request.priority and self.built.limits.queue_order != "priority":
+            raise Refused("priority has an effect only under --scheduling-policy priority", param="priority")
+        if sampling.logprobs is not None:
+            raise Refused("a twin has no model and so no logprobs; leave them out", param="logprobs")
+        if len(self._answers) + sampling.n > self._max_unfinished:
+            raise Busy(f"{len(self._answers)} requests are in the server; its queue is full")
+        prompt_tokens, length = len(request.prompt), sampling.max_tokens
+        now_s = max(self.now_s(), self._clock.now)
+        mailbox = Mailbox(self._interval, self._buffer_tokens)
+        answers = []
+        for index in range(sampling.n):
+            keys = (
+                TokenKeys(self.built.limits.page_tokens, request.prompt)
+                if self.built.limits.enable_prefix_caching
+                else ()
+            )
+            inner = Request(self._count + index, prompt_tokens, length, now_s, request.priority, keys=keys)
+            if reason := self._replicas[0].scheduler.refusal(inner):
+                raise Refused(reason, param="prompt", code="context_length_exceeded")
+            stops_itself = request.open_ended and not sampling.ignore_eos
+            offset = (sampling.seed or 0) + index
+            answers.append(Answer(inner, mailbox, index, self._script, offset, now_s, stops_itself))
+        self._count += sampling.n
+        at_s = now_s + self.built.deployment.frontend_overhead_ms / 1e3
+        for answer in answers:
+            self._answers[answer.request] = answer
+            self._clock.call_at(at_s, lambda answer=answer: self._arrive(answer))  # type: ignore[misc]
+        self._woken.set()
+
+        def abort(index: int, reason: str) -> Timing:
+            return self._abort(answers[index], reason)
+
+        return TextGeneration(self.codec, request, mailbox, abort)
+
+    def _arrive(self, answer: Answer) -> None:
+        if answer.request in self._answers:
+            self._router.submit(answer.request)
+
+    def _ended(self, answer: Answer, reason: str) -> None:
+        del self._answers[answer.request]
+        self._meters.ended(answer.timing(), reason)
+        self._router.finished()
+
+    def _abort(self, answer: Answer, reason: str = "abort") -> Timing:
+        """Take an answer out wherever it is, unless it has ended; returns when things happened to it."""
+        timing = answer.timing()
+        if self._answers.pop(answer.request, None) is None:
+            return timing
+        if answer.replica is not None:
+            answer.replica.scheduler.abort(answer.request)  # its pages are free now
+            self._router.finished()
+        self._meters.ended(timing, reason)
+        return timing
