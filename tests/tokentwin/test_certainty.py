@@ -1,0 +1,76 @@
+"""--replications, --strict and `tokentwin diff` from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tokentwin as tt
+from tests.tokentwin.shell import SMALL, Command
+
+
+def test_intervals_are_there_by_default_and_gone_with_one_replication(
+    tokentwin: Command, tmp_path: Path
+) -> None:
+    answer = tokentwin("simulate", *SMALL, "-o", tmp_path / "a")
+    assert "Brackets are 95% intervals" in answer.out
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert result["mean_tpot_ci95_low_ms"] < result["mean_tpot_ms"] < result["mean_tpot_ci95_high_ms"]
+    assert "How sure" in (tmp_path / "a" / "report.html").read_text()
+    once = tokentwin("simulate", *SMALL, "--replications", "1", "-o", tmp_path / "b")
+    assert "Brackets" not in once.out
+    assert "mean_tpot_ci95_low_ms" not in json.loads((tmp_path / "b" / "result.json").read_text())
+    wrong = tokentwin("simulate", *SMALL, "--replications", "0")
+    assert (wrong.code, "--replications must be at least 1" in wrong.err) == (2, True)
+
+
+def test_strict_refuses_before_the_run_what_the_deployment_tells_and_after_it_what_occurred(
+    tokentwin: Command,
+) -> None:
+    traffic = "--dataset-name random --request-rate 5 --num-prompts 20 --replications 1 --strict".split()
+    before = tokentwin("simulate", "--model", "qwen2.5-0.5b", "--gpu", "h200", *traffic)
+    assert before.code == 2
+    assert "--strict: not measured" in before.err
+    assert before.out == ""
+    measured = ("--model", "llama-3.1-8b", "--gpu", "rtx4090", "--random-output-len", "8", *traffic)
+    assert tokentwin("simulate", *measured, "--random-input-len", "500").code == 0
+    short = tokentwin("simulate", *measured, "--random-input-len", "5")
+    assert short.code == 2
+    assert "decode: context 6 to 12 outside the measured 16" in short.err
+    assert "Mean TTFT" in short.out
+
+
+def test_from_python_intervals_are_asked_for_and_deployments_compared() -> None:
+    asked = {"model": "llama-3.1-8b", "gpu": "rtx4090", "dataset_name": "random", "request_rate": 5.0}
+    assert tt.simulate(**asked, num_prompts=20).certainty.replicated is None
+    run = tt.simulate(**asked, num_prompts=20, replications=3)
+    interval = run.certainty.interval("mean_tpot")
+    assert interval is not None
+    assert interval.low <= run.summary.tpot.mean_s <= interval.high
+    with pytest.raises(tt.UsageError, match="--strict"):
+        tt.simulate(**{**asked, "model": "qwen2.5-0.5b"}, num_prompts=5, strict=True)
+    spec = tt.spec_from_flags({"dataset_name": "random", "request_rate": 5.0, "num_prompts": 20})
+    a, b = (
+        tt.replicate(spec, tt.Deployment(model="llama-3.1-8b", gpu=gpu), seed=0, replications=3)
+        for gpu in ("rtx4090", "h200")
+    )
+    assert tt.compare(a, b)["mean_tpot"].words == "lower"
+
+
+def test_diff_of_two_saved_runs(tokentwin: Command, tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    once = (*SMALL, "--replications", "1")
+    for folder, more in ((a, ()), (b, ("--max-num-seqs", "2"))):
+        assert tokentwin("simulate", *once, *more, "-o", folder).code == 0
+    answer = tokentwin("diff", a, b, "--metric", "mean_ttft", "p95_e2el", "-o", tmp_path / "d")
+    assert answer.code == 0, answer.err
+    document = json.loads((tmp_path / "d" / "diff.json").read_text())
+    entry = document["metrics"]["mean_ttft"]
+    assert set(document["metrics"]) == {"mean_ttft", "p95_e2el"}
+    assert entry["parts"]["schedule"] == pytest.approx(entry["difference"], rel=0.02)
+    assert (tmp_path / "d" / "diff.html").stat().st_size > 1_000_000
+    missing = tokentwin("diff", a, tmp_path / "nothing")
+    assert missing.code == 2
+    assert "cannot read" in missing.err
