@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_intervals_are_there_by_default_and_gone_with_one_replication(
 def test_strict_refuses_before_the_run_what_the_deployment_tells_and_after_it_what_occurred(
     tokentwin: Command,
 ) -> None:
-    traffic = "--dataset-name random --request-rate 5 --num-prompts 20 --replications 1 --strict".split()
+    traffic = shlex.split("--dataset-name random --request-rate 5 --num-prompts 20 --replications 1 --strict")
     before = tokentwin("simulate", "--model", "qwen2.5-0.5b", "--gpu", "h200", *traffic)
     assert before.code == 2
     assert "--strict: not measured" in before.err
