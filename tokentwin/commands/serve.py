@@ -105,18 +105,21 @@ def serve(**flags: Any) -> int:
 def make_twin(given: Mapping[str, Any]) -> Backend:
     """The twin of the deployment that the flags describe."""
     from sim.deployment import build, policy_options
-    from tokentwin.server.plain_codec import PlainCodec
+    from tokentwin.server.plain_codec import TEMPLATE, PlainCodec
     from tokentwin.server.twin import TwinBackend
 
     built = build(make_deployment(given))
     for warning in built.warnings:
         sys.stderr.write(f"warning: {warning}\n")
     folder = tokenizer_folder(given)
+    codec: Any = PlainCodec() if folder is None else load_codec(folder)
+    if folder is not None and codec.template is None:
+        codec.template = TEMPLATE
     names = {"time_scale": "time_scale", "answer_len": "answer_tokens", "max_waiting": "max_waiting"}
     names["stream_interval"] = "stream_interval"
     return TwinBackend(
         built,
-        load_codec(folder) if folder is not None else PlainCodec(),
+        codec,
         root=str(folder) if folder is not None else None,
         policy_options=policy_options(built.deployment),
         **{ours: given[flag] for flag, ours in names.items() if flag in given},

@@ -30,6 +30,11 @@ def _starts() -> dict[tuple[bool, int], int]:
 
 _START = _starts()
 VOCAB_SIZE = _BYTES + sum(count for _, _, count in _SPANS)
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>\n{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+"""What `PlainCodec.render` does, for a twin of a model whose tokenizer comes without a chat template."""
 
 
 class PlainCodec:

@@ -66,6 +66,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise UsageError(
             f"--host {host} --port {port}: {words}; choose another, or --port 0 for any"
         ) from None
+    # Connections inherit both. Without the first a token waits for the client's acknowledgement of the one before.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     return listener
 
