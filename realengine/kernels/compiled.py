@@ -279,13 +279,24 @@ COLUMNS = ("registers", "spilled", "shared", "async_copies", "wide_loads", "narr
 HEADINGS = ("registers", "spill B", "shared B", "16 B async", "16 B loads", "16-bit loads", "wgmma", "mma")
 
 
-def markdown(results: list[Compiled]) -> str:
+def figures(results: list[Compiled], version: str = triton.__version__) -> str:
+    """The contents of `docs/kernels.json`."""
+    return json.dumps({"triton": version, "kernels": [asdict(result) for result in results]}, indent=1) + "\n"
+
+
+def read_figures(path: Path) -> tuple[list[Compiled], str]:
+    """What `figures` wrote: the results, and Triton's version."""
+    contents = json.loads(path.read_text())
+    return [Compiled(**entry) for entry in contents["kernels"]], contents["triton"]
+
+
+def markdown(results: list[Compiled], version: str = triton.__version__) -> str:
     """The table of `docs/kernels.md`."""
     lines = [
         "# What the compiler makes of the kernels",
         "",
         "Written by `python -m realengine.kernels.compiled` with Triton "
-        f"{triton.__version__}; no GPU is needed. Loads and products are counts of instructions in the machine code, "
+        f"{version}; no GPU is needed. Loads and products are counts of instructions in the machine code, "
         "not of their executions. Tests assert: no spill, no load of a single 16-bit number, 16-byte copies or loads "
         "in every kernel that streams, and warpgroup products (wgmma) on sm_90 in prefill and GEMM kernels.",
     ]
@@ -315,12 +326,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here, and nothing to docs/")
     options = parser.parse_args()
     results = compile_all(options.arch, quick=options.quick)
-    figures = json.dumps([asdict(result) for result in results], indent=1) + "\n"
     if options.json:
-        options.json.write_text(figures)
+        options.json.write_text(figures(results))
     else:
         docs = Path(__file__).resolve().parents[2] / "docs"
-        (docs / "kernels.json").write_text(figures)
+        (docs / "kernels.json").write_text(figures(results))
         (docs / "kernels.md").write_text(markdown(results))
     for fault in faults(results):
         print(fault)  # noqa: T201

@@ -56,7 +56,11 @@ def device_of(tensor: Tensor) -> Device:
         return _cuda_device(tensor.device.index or 0)
     if INTERPRETING:
         return INTERPRETER
-    raise RuntimeError(
+    raise _not_on_a_gpu(tensor)
+
+
+def _not_on_a_gpu(tensor: Tensor) -> RuntimeError:
+    return RuntimeError(
         f"Triton kernels need tensors on a GPU, not on {tensor.device}; on the CPU use the references "
         "(realengine.kernels.operators), or set TRITON_INTERPRET=1 before Triton is imported"
     )
@@ -91,6 +95,9 @@ class Launch:
 
     def run(self) -> None:
         """Start it on the current stream; a grid with an empty side is nothing to do."""
+        first = self.args[0]
+        if not INTERPRETING and not first.is_cuda:
+            raise _not_on_a_gpu(first)
         if 0 not in self.grid:
             self.kernel[self.grid](*self.args, **self.constants, num_warps=self.warps, num_stages=self.stages)
 

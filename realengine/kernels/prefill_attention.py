@@ -30,7 +30,7 @@ TILES = {
     90: [Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 3)],
 }
 """Per architecture, the default first; rows are tokens × group, columns are tokens of the context."""
-QUANTISED_TILES = {**TILES, 80: [Tile(64, 32, 4, 3), Tile(64, 64, 8, 3)]}
+QUANTISED_TILES = {**TILES, 80: [Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 3)]}
 """Unpacking takes registers, which mma needs for the accumulator and wgmma, with 8 warps, has left."""
 
 

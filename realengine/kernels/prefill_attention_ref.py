@@ -25,15 +25,13 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Rows query_start[i] to query_start[i+1] of q are the last tokens of sequence i, whose KV is in its pages.
 
-    A token sees itself and what came before it. Empty chunks and rows after the last one are left as zeros.
+    A token sees itself and what came before it. Rows of padding, which belong to no sequence, are not written.
     `max_query` bounds the tokens of a chunk (the Triton kernel picks its tile by it).
     """
     out = torch.empty_like(q) if out is None else out
     kv_heads = k_cache.shape[2]
     group = q.shape[1] // kv_heads
     starts = query_start.tolist()
-    out[: starts[0]] = 0
-    out[starts[-1] :] = 0
     for i, context in enumerate(context_len.tolist()):
         start, end = starts[i], starts[i + 1]
         if start == end:
