@@ -86,6 +86,8 @@ def certainty_lines(certainty: Certainty) -> list[str]:
                 )
     elif certainty.interrupted:
         lines.append("Interrupted before intervals were known.")
+    elif certainty.too_long:
+        lines.append("No intervals, because the run is long: --replications 4 makes them, in minutes.")
     lines += [f"Not measured: {line.words}." for line in certainty.extrapolations]
     lines += [f"{THIN_MARK} {thin.words}." for thin in certainty.thin]
     return lines

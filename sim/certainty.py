@@ -16,7 +16,7 @@ from sim.samples import ThinPercentile, thin_percentiles
 from sim.slo import Goodput, Slo
 from sim.workload import Workload, WorkloadSpec
 
-LONG_RUN_STEPS = 100_000
+FEW_STEPS, MANY_STEPS = 30_000, 100_000
 FEW = 4
 
 
@@ -29,6 +29,8 @@ class Certainty:
     thin: tuple[ThinPercentile, ...] = ()
     interrupted: bool = False
     """The user stopped the replications; the run itself is whole."""
+    too_long: bool = False
+    """Nobody said how many replications to make, and the run is too long to make any unasked."""
 
     def interval(self, name: str) -> Interval | None:
         """95 % interval of a figure of `sim.replications.figures`, if there is one."""
@@ -40,8 +42,9 @@ class Certainty:
 
 
 def default_replications(record: RunRecord) -> int:
-    """Enough for a steady interval; fewer where a run is long, whose sampling error is small anyway."""
-    return REPLICATIONS if len(record.steps) <= LONG_RUN_STEPS else FEW
+    """Enough for a steady interval; fewer where a run is long, none (1) where they would take minutes."""
+    steps = len(record.steps)
+    return REPLICATIONS if steps <= FEW_STEPS else FEW if steps <= MANY_STEPS else 1
 
 
 def assess(
@@ -84,4 +87,5 @@ def assess(
             )
         except KeyboardInterrupt:
             interrupted = True
-    return Certainty(replicated, after_run(built, record), thin_percentiles(summary), interrupted)
+    too_long = replications is None and count == 1
+    return Certainty(replicated, after_run(built, record), thin_percentiles(summary), interrupted, too_long)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -15,13 +16,21 @@ LONG = (*SMALL[:4], "--num-prompts", "3000000", "--request-rate", "20")
 """Minutes of work, were it not interrupted."""
 
 
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_happened_and_marks_it_partial(tmp_path: Path) -> None:
     process = spawn("simulate", *LONG, "-o", "out", folder=tmp_path)
     deadline = time.monotonic() + 60
     while not (tmp_path / "out").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(4)  # into the simulation
+    busy_since_s = cpu_s(process.pid)
+    while cpu_s(process.pid) < busy_since_s + 4 and time.monotonic() < deadline + 120:
+        time.sleep(0.05)  # into the simulation, however busy the machine
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
