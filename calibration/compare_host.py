@@ -64,19 +64,26 @@ class GappedPricer:
         return self._pricer.host_s(num_seqs, num_tokens)
 
 
-def fit_gaps(case: Case, *, rounds: int = 3) -> Gaps:
-    """The gaps, at least 0, with the smallest squared relative errors of the case's figures (Gauss-Newton)."""
+def fit_gaps(case: Case, *, rounds: int = 4) -> Gaps:
+    """The gaps, at least 0, with the smallest squared relative errors of the case's figures.
+
+    Gauss-Newton; a schedule that tips over makes the figures jump, so the best of its steps is returned.
+    """
     from scipy.optimize import nnls
 
-    at = np.zeros(2)
+    at = best = np.zeros(2)
+    here = _errors(case, at)
+    least = float(here @ here)
     for _ in range(rounds):
-        here = _errors(case, at)
         slopes = np.stack(
             [(_errors(case, at + np.eye(2)[i] * step) - here) / step for i, step in enumerate(_STEPS_S)],
             axis=1,
         )
         at, _rest = nnls(slopes, slopes @ at - here)
-    return Gaps(float(at[0]), float(at[1]))
+        here = _errors(case, at)
+        if float(here @ here) < least:
+            best, least = at, float(here @ here)
+    return Gaps(float(best[0]), float(best[1]))
 
 
 def with_gaps(case: Case, gaps: Gaps) -> Comparison:

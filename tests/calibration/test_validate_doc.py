@@ -21,15 +21,14 @@ YARDSTICK = Path(__file__).resolve().parents[3] / "shared" / "data" / "yardstick
 def test_known_gaps_are_found_again() -> None:
     """A run of the twin with 0.4 ms before each step and 2 ms more before prompts is fitted by just these."""
     rng = np.random.default_rng(2)
-    sent = np.cumsum(rng.exponential(0.1, 60))
-    work = plain_workload("g", sent, rng.integers(50, 900, 60).tolist(), rng.integers(5, 80, 60).tolist())
-    engine = Deployment(model="llama-3.1-8b", gpu="h200", max_num_seqs=32, max_num_batched_tokens=1024)
-    case = Case("g", engine, work, Observed(), True)
-    truth = Gaps(4e-4, 2e-3)
+    sent, prompts, outputs = rng.exponential(0.4, 120), rng.integers(50, 900, 120), rng.integers(5, 80, 120)
+    work = plain_workload("g", np.cumsum(sent), prompts.tolist(), outputs.tolist())
+    engine = Deployment(model="llama-3.1-8b", gpu="rtx4090", max_num_batched_tokens=1024, max_model_len=2048)
+    case, truth = Case("g", engine, work, Observed(), True), Gaps(4e-4, 2e-3)
     record, _ = replay(case, memory_of(case).num_blocks, truth.reprice)
     case = replace(case, observed=Observed(samples=twin_samples(record, at_engine=True)))
     assert with_gaps(case, truth).mean_error() == pytest.approx(0, abs=1e-12)
-    found = fit_gaps(case, rounds=5)
+    found = fit_gaps(case)
     assert found.step_s == pytest.approx(truth.step_s, rel=0.1)
     assert found.prefill_s == pytest.approx(truth.prefill_s, rel=0.1)
 
