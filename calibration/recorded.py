@@ -67,7 +67,7 @@ def workload_of(record: RunRecord) -> tuple[Workload, list[str]]:
     facts: dict[str, Any] = record.meta.get("workload") or {}
     if "spec" in facts and facts.get("seed") is not None:
         try:
-            made = load_workload(_spec(facts["spec"]), seed=int(facts["seed"]))
+            made = load_workload(WorkloadSpec.model_validate(facts["spec"]), seed=int(facts["seed"]))
         except (UsageError, ValidationError):
             made = None
         if made is not None and _same_requests(made, record):
@@ -95,17 +95,6 @@ def workload_of(record: RunRecord) -> tuple[Workload, list[str]]:
         closed_loop=None if limit is None else ClosedLoop(int(limit)),
     )
     return workload, notes
-
-
-def _spec(saved: dict[str, Any]) -> WorkloadSpec:
-    """A saved spec, without the length of a day that it has no use for (a spec refuses options without effect)."""
-    tenants = []
-    for tenant in saved["tenants"]:
-        arrivals = dict(tenant["arrivals"])
-        if arrivals.get("daily_curve") is None:
-            arrivals.pop("period_s", None)
-        tenants.append({**tenant, "arrivals": arrivals})
-    return WorkloadSpec.model_validate({**saved, "tenants": tenants})
 
 
 def _same_requests(workload: Workload, record: RunRecord) -> bool:

@@ -22,6 +22,9 @@ DAILY_CURVES: dict[str, tuple[float, ...]] = {
 with a lunch dip; `consumer`: an evening peak."""
 
 
+DAY_S = 86400.0
+
+
 class ArrivalSpec(BaseModel):
     """At most one source of times: `request_rate`, a ramp, `rate_points`, `daily_curve`; none of them means
     the trace's timestamps, or all at once for a dataset without any."""
@@ -43,7 +46,7 @@ class ArrivalSpec(BaseModel):
     asked for."""
     daily_curve: str | None = None
     """A named shape of a day (`office`, `consumer`), starting at midnight."""
-    period_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 86400.0
+    period_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = DAY_S
     """Length of the day of `daily_curve`; shorter ones compress it."""
     duration_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Send for this long instead of counting prompts; of a trace, keep what is sent before it."""
@@ -117,7 +120,6 @@ class ArrivalSpec(BaseModel):
 
     @model_validator(mode="after")
     def _every_option_has_an_effect(self) -> ArrivalSpec:
-        given = self.model_fields_set
         if self.ramp_up_strategy is not None:
             if self.ramp_up_start_rps is None or self.ramp_up_end_rps is None:
                 raise ValueError("a ramp needs both --ramp-up-start-rps and --ramp-up-end-rps")
@@ -139,7 +141,7 @@ class ArrivalSpec(BaseModel):
                 raise ValueError("daily_curve and ramp_up_strategy exclude each other; keep one of them")
             if self.request_rate is None or not math.isfinite(self.request_rate):
                 raise ValueError("daily_curve needs a finite request_rate, its mean over the day")
-        elif "period_s" in given:
+        elif self.period_s != DAY_S:
             raise ValueError("period_s has no effect without daily_curve")
         if not self.from_trace and self.rate_scale != 1:
             raise ValueError(
