@@ -105,21 +105,17 @@ def serve(**flags: Any) -> int:
 def make_twin(given: Mapping[str, Any]) -> Backend:
     """The twin of the deployment that the flags describe."""
     from sim.deployment import build, policy_options
-    from tokentwin.server.plain_codec import TEMPLATE, PlainCodec
     from tokentwin.server.twin import TwinBackend
 
     built = build(make_deployment(given))
     for warning in built.warnings:
         sys.stderr.write(f"warning: {warning}\n")
     folder = tokenizer_folder(given)
-    codec: Any = PlainCodec() if folder is None else load_codec(folder)
-    if folder is not None and codec.template is None:
-        codec.template = TEMPLATE
     names = {"time_scale": "time_scale", "answer_len": "answer_tokens", "max_waiting": "max_waiting"}
     names["stream_interval"] = "stream_interval"
     return TwinBackend(
         built,
-        codec,
+        twin_codec(folder),
         root=str(folder) if folder is not None else None,
         policy_options=policy_options(built.deployment),
         **{ours: given[flag] for flag, ours in names.items() if flag in given},
@@ -196,6 +192,18 @@ def tokenizer_folder(given: Mapping[str, Any]) -> Path | None:
     if model.exists() and (folder / "tokenizer.json").is_file():
         return folder.resolve()
     return None
+
+
+def twin_codec(folder: Path | None) -> Any:
+    """The tokenizer of a folder, or the built-in one; either can write a chat as text."""
+    from tokentwin.server.plain_codec import TEMPLATE, PlainCodec
+
+    if folder is None:
+        return PlainCodec()
+    codec = load_codec(folder)
+    if codec.template is None:
+        codec.template = TEMPLATE
+    return codec
 
 
 def load_codec(folder: Path) -> Any:

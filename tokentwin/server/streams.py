@@ -55,7 +55,7 @@ class EventStream(Response):
             await asyncio.wait((writer, watcher), return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
                 writer.result()
-        except SlowClient:
+        except (SlowClient, asyncio.CancelledError):  # the second when the server leaves without waiting
             if (cut := scope.get("state", {}).get(_CUT)) is not None:
                 cut()
         finally:

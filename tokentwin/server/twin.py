@@ -36,6 +36,7 @@ _TEXT = (
     " this is the text of a twin and not of a model: it has the length and the pace of an answer, and every word of it "
     "says the same. you may read it as often as you like; there is no more to it than the time it takes."
 )
+_FEW_TOKENS = 8
 
 
 class TwinBackend:
@@ -74,7 +75,7 @@ class TwinBackend:
         self._interval = stream_interval
         self._buffer_tokens = buffer_tokens
         self._policy_options = policy_options or {}
-        self._script = codec.encode(_TEXT, add_special_tokens=False)
+        self._script = script(codec)
         replicas = built.deployment.data_parallel_size
         self._max_unfinished = built.limits.max_num_seqs * replicas + max_waiting
         self._answers: dict[Request, Answer] = {}
@@ -236,3 +237,11 @@ class TwinBackend:
             self._router.finished()
         self._meters.ended(timing, reason)
         return timing
+
+
+def script(codec: Codec) -> list[int]:
+    """Tokens of a harmless text; of any words that the tokenizer has where it does not have those."""
+    ids = [token for token in codec.encode(_TEXT, add_special_tokens=False) if codec.decode([token])]
+    if len(set(ids)) >= _FEW_TOKENS:
+        return ids
+    return [token for token in range(min(codec.vocab_size, 512)) if codec.decode([token])] or [0]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,14 +46,18 @@ class Running:
         return int(self.url.rsplit(":", 1)[1])
 
 
-def twin(*, time_scale: float = FAST, codec: Any = None, options: Any = None, **deployment: Any) -> TwinBackend:
+def twin(
+    *, time_scale: float = FAST, codec: Any = None, options: Any = None, **deployment: Any
+) -> TwinBackend:
     """A twin of an 8B model on an H200 unless told otherwise; `options` are the backend's own."""
     built = build(Deployment(**{"model": MODEL, "gpu": "h200"} | deployment))
     return TwinBackend(built, codec or PlainCodec(), time_scale=time_scale, **(options or {}))
 
 
 @contextmanager
-def serving(backend: Backend, limits: Limits | None = None, *, drain_timeout_s: float = 10.0) -> Iterator[Running]:
+def serving(
+    backend: Backend, limits: Limits | None = None, *, drain_timeout_s: float = 10.0
+) -> Iterator[Running]:
     """`backend` behind a real server."""
     service = Service(backend, limits)
     server = make_server(service, drain_timeout_s=drain_timeout_s)
@@ -76,6 +81,18 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < give_up_s, "waited too long"
         time.sleep(0.005)
+
+
+def word_tokenizer(folder: Path) -> Path:
+    """A folder with a tokenizer of 500 words and no chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0} | {f"w{i}": i for i in range(1, 500)}, unk_token="[UNK]"))
+    words.add_special_tokens(["[UNK]"])
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
 
 
 def events(text: str) -> list[Any]:

@@ -178,7 +178,7 @@ def test_metrics_have_vllms_names_and_add_up(running: Running, client: httpx.Cli
     assert grown["vllm:time_to_first_token_seconds_count"] == 1
     assert grown["vllm:inter_token_latency_seconds_count"] == 4
     assert grown["vllm:request_time_per_output_token_seconds_count"] == 1
-    assert grown['vllm:request_success_total/length'] == 1
+    assert grown["vllm:request_success_total/length"] == 1
     for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
         assert grown[f"vllm:{name}_seconds_count"] == 1
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

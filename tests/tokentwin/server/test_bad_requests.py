@@ -106,7 +106,8 @@ def test_messages_at_fault_are_named(client: httpx.Client, messages: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": "a",}', b"\x00" * 9]
+    "raw",
+    [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": "a",}', b"\x00" * 9],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_a_body_that_is_no_json_object(client: httpx.Client, path: str, raw: bytes) -> None:
@@ -160,16 +161,50 @@ def test_unknown_paths_and_methods(client: httpx.Client) -> None:
 # ---- anything at all ---------------------------------------------------------------------------------------
 
 SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from([0, 1, -1, 10**25])
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from([0, 1, -1, 10**25]),
 )
 JSON = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
 )
-FIELDS = (
-    "model prompt messages max_tokens max_completion_tokens n temperature top_p top_k min_p seed stop stop_token_ids "
-    "min_tokens ignore_eos logprobs top_logprobs stream stream_options echo suffix priority tools response_format "
-    "logit_bias chat_template_kwargs add_special_tokens add_generation_prompt tokens user skip_special_tokens"
-).split()
+FIELDS = [
+    "model",
+    "prompt",
+    "messages",
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+    "top_logprobs",
+    "stream",
+    "stream_options",
+    "echo",
+    "suffix",
+    "priority",
+    "tools",
+    "response_format",
+    "logit_bias",
+    "chat_template_kwargs",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "tokens",
+    "user",
+    "skip_special_tokens",
+]
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
