@@ -34,6 +34,8 @@ class SchedulerConfig:
     """The drafter is a model with KV of its own: k look-ahead slots and one drafting slot of the input budget."""
     prepend_unhashed: bool = True
     """Freed pages without a hash are reused first (vLLM 0.33); off: they queue behind everything (2025)."""
+    swap_pages: int = 0
+    """Host pages for preempted sequences; 0, or while they are full: what is preempted is computed again."""
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -50,6 +52,8 @@ class SchedulerConfig:
             )
         if self.queue_order not in QUEUE_ORDERS:
             raise UsageError(f"queue_order is {self.queue_order!r}; use one of {', '.join(QUEUE_ORDERS)}")
+        if self.swap_pages < 0:
+            raise UsageError(f"swap_pages is {self.swap_pages}; use 0 (off) or more")
         if self.num_speculative_tokens < 0:
             raise UsageError(f"num_speculative_tokens is {self.num_speculative_tokens}; use 0 (off) or more")
         if (least := 1 + self.num_speculative_tokens + self.draft_slots) > self.max_num_batched_tokens:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.request import Request
+from serving.swap import Move
 
 Slots = npt.NDArray[np.intp]
 Counts = npt.NDArray[np.int64]
@@ -72,6 +73,12 @@ class StepPlan:
     used_pages: int = 0
     num_padding: int = 0
     """Rows computed for nothing: finished members of a static batch."""
+    swap_out: list[Move] = field(default_factory=list)
+    """Device pages to copy to host pages, before anything else of the step."""
+    swap_in: list[Move] = field(default_factory=list)
+    """Host pages to copy to device pages, after that."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, target) device pages to copy last before the step computes: copy on write of forked sequences."""
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -98,6 +98,11 @@ class Request:
     """Scheduled tokens of steps still in flight when the request was preempted (asynchronous scheduling)."""
     private_pages: npt.NDArray[np.int32] | None = field(default=None, repr=False)
     """Pages held before the last preemption, to find private ones again."""
+    sibling: Request | None = field(default=None, repr=False)
+    """Running request with the very same prompt, whose pages this one shares when it is first admitted."""
+    swapped_pages: npt.NDArray[np.int32] | None = field(default=None, repr=False)
+    """Host pages that hold its KV while it waits after a preemption by swapping."""
+    swapped_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.num_tokens < 0:

@@ -19,6 +19,7 @@ from serving.queues import Queue, make_queue
 from serving.request import Request, State, TokenKeys
 from serving.sequences import NEVER, Sequences
 from serving.step import Step
+from serving.swap import SwapSpace
 
 if TYPE_CHECKING:
     from serving.policies import BatchPolicy
@@ -42,6 +43,7 @@ class Scheduler:
             config.num_pages, caching=config.enable_prefix_caching, prepend_unhashed=config.prepend_unhashed
         )
         self.seqs = Sequences(config, self.pool)
+        self.swap = SwapSpace(config.swap_pages)
         self.waiting: Queue = queue if queue is not None else make_queue(config.queue_order)
         self.watermark_pages = int(config.watermark * (config.num_pages + 1))
         self.num_planned = 0
@@ -257,9 +259,17 @@ class Scheduler:
             self.seqs.drafts[request.slot] = drafts
 
     def preempt(self, slot: int, scheduled: int = 0) -> Request:
-        """Send a running sequence back to the queue: pages freed, to be recomputed (less what is still cached)."""
+        """Send a running sequence back to the queue: pages freed, its tokens swapped out if the host has room.
+
+        Otherwise they are computed again, less what is still cached then.
+        """
         seqs = self.seqs
         request = seqs.request(slot)
+        if self.config.swap_pages:
+            computed = int(seqs.computed[slot])
+            self.swap.move_out(
+                request, seqs.tables[slot, : -(-computed // self.config.page_tokens)], computed
+            )
         identified = seqs.identified_pages(slot, scheduled)
         keyed = len(request.keys)
         if seqs.pool.caching and identified > keyed and not isinstance(request.keys, TokenKeys):
@@ -292,7 +302,8 @@ class Scheduler:
 
     def _end(self, request: Request, reason: str) -> None:
         request.state, request.reason = State.FINISHED, reason
-        request.private_pages = None
+        request.private_pages = request.sibling = None
+        self.swap.drop(request)
         del self._serials[request]
 
     def _retire(self, slot: int, scheduled: int = 0) -> Request:

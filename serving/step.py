@@ -13,6 +13,7 @@ import numpy as np
 
 from serving.plan import Admission, Chunk, Counts, Slots, StepPlan
 from serving.request import Request, State
+from serving.start import find_start
 
 if TYPE_CHECKING:
     from serving.scheduler import Scheduler
@@ -41,6 +42,7 @@ class Step:
         self._rows: dict[int, int] = {}
         self._drafts: dict[int, int] = {}
         self._admitted: list[Admission] = []
+        self._copies: list[tuple[int, int]] = []
         self._num_tokens = 0
         self._input_budget = self.config.max_num_batched_tokens
         self._draft_slots = self.config.draft_slots
@@ -285,8 +287,10 @@ class Step:
             return False
         if request.stale_tokens:
             return False
-        hit = seqs.find_prefix(request, scheduler.serial(request))
-        cached = len(hit) * size
+        start = find_start(scheduler, request, may_wait=not reserve_tokens)
+        if start is None:
+            return False
+        hit, cached = start.shared, start.num_tokens
         evictable = pool.num_evictable(hit)
         watermark = scheduler.watermark_pages if seqs.order else 0
         room = pool.num_free - evictable - watermark
@@ -323,14 +327,21 @@ class Step:
         slot = seqs.enter(request, hit, scheduler.finish_at(request))
         if lacking:
             seqs.append_pages(slot, pool.take(lacking))
+        seqs.computed[slot] = cached
+        if start.copied_page:
+            self._copies.append((start.copied_page, int(seqs.tables[slot, len(hit)])))
+        if start.swapped:
+            scheduler.swap.move_in(request, seqs.pages_of(slot))
+        request.sibling = None
         verified = min(cached + count, request.num_tokens)
         if seqs.next_key[slot] <= verified:
             seqs.publish(slot, verified)
         request.state = State.RUNNING
         if request.cached_tokens < 0:
             request.cached_tokens = cached
-        scheduler.prefix_queries_tokens += request.num_tokens
-        scheduler.prefix_hit_tokens += cached
+        if not start.swapped:
+            scheduler.prefix_queries_tokens += request.num_tokens
+            scheduler.prefix_hit_tokens += cached
         self._admitted.append(Admission(request, cached, resumed))
         self._rows[slot] = count
         if padded:
@@ -395,7 +406,10 @@ class Step:
             num_waiting=len(self.scheduler.waiting),
             used_pages=self.scheduler.used_pages,
             num_padding=self.scheduler.policy.padding(self.scheduler),
+            copies=self._copies,
         )
+        if self.config.swap_pages:
+            plan.swap_out, plan.swap_in = self.scheduler.swap.take_moves()
         seqs.ends_in -= 1
         if seqs.num_prefilling:
             decodes = self._split_chunks(plan, end)
