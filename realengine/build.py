@@ -12,6 +12,7 @@ from realengine.load import DTYPES, Source, find_model, load
 from realengine.models import Model
 from realengine.parallel import SINGLE, TensorParallel
 from realengine.runner import CpuRunner, Runner, StepRunner, allocate_caches
+from realengine.swap_store import SwapStore
 from serving.config import SchedulerConfig
 from serving.errors import InfeasibleError, UsageError
 from serving.policies import BatchPolicy
@@ -96,9 +97,10 @@ def make_runner(
     model: Model, limits: SchedulerConfig, dtype: torch.dtype, device: torch.device, *, graphs: bool = True
 ) -> Runner:
     """The runner for `device`, with caches of `limits.num_pages` pages."""
-    caches = allocate_caches(model, limits.num_pages, limits.page_tokens, device=device, dtype=dtype)
+    caches = allocate_caches(model, limits.num_pages + 1, limits.page_tokens, device=device, dtype=dtype)
+    swap = SwapStore(caches, limits.swap_pages) if limits.swap_pages else None
     num_slots = limits.max_num_seqs * (2 if limits.async_scheduling else 1)
-    step = StepRunner(model, caches, num_slots, device)
+    step = StepRunner(model, caches, swap, num_slots, device)
     if device.type == "cuda":
         from realengine.cuda import CudaRunner
 

@@ -199,6 +199,7 @@ class CudaRunner:
         begun, arrived = _timer(), _timer()
         with torch.cuda.stream(self._stream), torch.inference_mode():
             begun.record(self._stream)
+            self.step.move_pages(inputs.moves)
             logits = self._graphs.replay(inputs) if self._graphs is not None else None
             arrays = arrays_of(draws) + (arrays_of(inputs) if logits is None else sampling_arrays(inputs))
             sent = self._uploads.send(arrays)

@@ -28,6 +28,7 @@ from serving.plan import StepOutcome, StepPlan
 from serving.policies import BatchPolicy
 from serving.request import Request, TokenKeys
 from serving.scheduler import Scheduler
+from serving.swap import Move
 
 _TICKS_PER_S = 2**30
 
@@ -86,6 +87,7 @@ class Engine:
         self.seats = Seats(len(seqs.requests), seqs.tables.shape[1] * config.page_tokens)
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._answers: dict[Request, Answer] = {}
+        self._swapped_out: list[Move] = []
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._next_id = 0
@@ -131,7 +133,7 @@ class Engine:
         ids = [int(token) for token in prompt]
         if self._vocab_size is not None and any(not 0 <= token < self._vocab_size for token in ids):
             raise UsageError(f"the prompt holds a token id outside 0 to {self._vocab_size - 1}")
-        requests = []
+        requests: list[Request] = []
         with self._lock:
             sent_s = self.now_s()
             for index in range(sampling.n):
@@ -154,6 +156,8 @@ class Engine:
                 answer = Answer(
                     request, index, list(ids), sampling, seed, self._eos, self.tokenizer, listener, sent_s
                 )
+                if requests:
+                    request.sibling = requests[0]
                 self._inbox.put(lambda answer=answer: self._queue(answer))  # type: ignore[misc]
                 requests.append(request)
         return requests
@@ -249,6 +253,7 @@ class Engine:
         begun_s = clock_s()
         seqs = self.scheduler.seqs
         inputs = step_inputs(plan, seqs, self.seats.tokens, self.config.page_tokens)
+        inputs.moves.swap_out[:0], self._swapped_out = self._swapped_out, []
         draws = self.seats.draws(inputs.sample_seats)
         answers = [self._answers.get(seqs.request(slot)) for slot in plan.slots.tolist()]
         wait = self.runner.launch(inputs, draws)
@@ -256,6 +261,8 @@ class Engine:
 
     def _leave(self, plan: StepPlan) -> None:
         """Requests that planning took out of the running set."""
+        if not len(plan):
+            self._swapped_out += plan.swap_out  # nothing is launched: the next step that is takes them along
         for request in plan.preempted:
             self.recorder.preempted(request)
         for request in plan.truncated:
@@ -295,7 +302,9 @@ class Engine:
     def _queue(self, answer: Answer) -> None:
         request = answer.request
         self.recorder.sent(request, answer.sent_s)
-        self.recorder.event(self._now_s, "add", request=request, prompt=tuple(answer.ids))
+        self.recorder.event(
+            self._now_s, "add", request=request, prompt=tuple(answer.ids), sibling=request.sibling
+        )
         accepted = self.scheduler.add(request)
         self.recorder.queued(request, self._now_s)
         if accepted:

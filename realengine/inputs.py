@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from serving.plan import Slots, StepPlan
 from serving.sequences import Sequences
+from serving.swap import Move
 
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Moves:
+    """Whole pages to copy before a step computes, kind by kind in this order."""
+
+    swap_out: list[Move] = field(default_factory=list)
+    """Device to host."""
+    swap_in: list[Move] = field(default_factory=list)
+    """Host to device."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, target) on the device."""
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.swap_in or self.copies)
 
 
 @dataclass(slots=True)
@@ -44,6 +60,7 @@ class StepInputs:
     """Positions of the tokens to be sampled."""
     plan_rows: Ints
     """Their rows in the plan."""
+    moves: Moves
 
     @property
     def num_tokens(self) -> int:
@@ -91,4 +108,5 @@ def step_inputs(
         sample_seats=seats[samples].astype(np.int64),
         sample_positions=end[samples],
         plan_rows=order[samples],
+        moves=Moves(plan.swap_out, plan.swap_in, plan.copies),
     )

@@ -81,6 +81,7 @@ class Event:
     """"add", "abort", "plan" or "commit"."""
     request: Request | None = None
     prompt: tuple[int, ...] = ()
+    sibling: Request | None = None
     plan: StepPlan | None = None
     outcome: StepOutcome | None = None
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from realengine.batch import Batch, LayerCache
-from realengine.inputs import StepInputs
+from realengine.inputs import Moves, StepInputs
 from realengine.kernels import operators
 from realengine.models import Model
 from realengine.seats import Draws
+from realengine.swap_store import SwapStore
 
 
 @dataclass(slots=True)
@@ -46,8 +47,8 @@ class Runner(Protocol):
 def allocate_caches(
     model: Model, num_pages: int, page_tokens: int, *, device: torch.device, dtype: torch.dtype
 ) -> list[LayerCache]:
-    """A paged cache per layer, page 0 included, zeroed."""
-    size = (num_pages + 1, page_tokens, model.num_kv_heads, model.architecture.shape.head_dim)
+    """A paged cache of `num_pages` pages (page 0 among them) per layer, zeroed."""
+    size = (num_pages, page_tokens, model.num_kv_heads, model.architecture.shape.head_dim)
     return [
         LayerCache(
             torch.zeros(size, device=device, dtype=dtype), torch.zeros(size, device=device, dtype=dtype)
@@ -57,14 +58,37 @@ def allocate_caches(
 
 
 class StepRunner:
-    """The work of one step, on whatever device the model is. `last_token[slot]` is the latest token of each sequence."""
+    """The work of one step, on whatever device the model is. `last_token[slot]` is the latest token of each sequence.
 
-    def __init__(self, model: Model, caches: list[LayerCache], num_slots: int, device: torch.device) -> None:
+    `swap` holds the host pages of preempted sequences.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        caches: list[LayerCache],
+        swap: SwapStore | None,
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
         self.model = model
         self.caches = caches
+        self.swap = swap
         self.device = device
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._kernels = operators(device)
+
+    def move_pages(self, moves: Moves) -> None:
+        """Carry out what a step needs of page copies before it computes."""
+        if self.swap is not None:
+            for move in moves.swap_out:
+                self.swap.take(self.caches, move)
+            for move in moves.swap_in:
+                self.swap.give(self.caches, move)
+        if moves.copies:
+            sources, targets = torch.tensor(moves.copies, device=self.device).T
+            for cache in self.caches:
+                self._kernels.copy_pages((cache.k, cache.v), sources, targets)
 
     def batch(self, inputs: StepInputs, put: Callable[[npt.NDArray[np.generic]], Tensor]) -> Batch:
         """The step's tensors; `put` brings an array to the device."""
@@ -118,6 +142,7 @@ class StepRunner:
     ) -> Drawn:
         """The whole step at once, for devices without a queue of their own."""
         begun_s = time.perf_counter()
+        self.move_pages(inputs.moves)
         logits = self.model.forward(self.batch(inputs, put), self.caches)
         if not len(inputs.sample_rows):
             return Drawn(np.empty(0, np.int64), time.perf_counter() - begun_s)

@@ -42,10 +42,13 @@ TINY = ModelShape(
 )
 
 
+def tiny_source(seed: int = 0) -> Source:
+    return Source(Architecture(TINY, Rope(), 1e-6, (EOS,)), DummyCheckpoint(TINY, seed), None)
+
+
 @functools.cache
 def tiny_model(seed: int = 0) -> Model:
-    source = Source(Architecture(TINY, Rope(), 1e-6, (EOS,)), DummyCheckpoint(TINY, seed), None)
-    return load(source, device=CPU, dtype=torch.float32, max_positions=256)
+    return load(tiny_source(seed), device=CPU, dtype=torch.float32, max_positions=256)
 
 
 @contextmanager

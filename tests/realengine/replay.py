@@ -58,6 +58,9 @@ def decision(scheduler: Scheduler, plan: StepPlan) -> Decision:
         "used_pages": plan.used_pages,
         "num_padding": plan.num_padding,
         "free": scheduler.pool.num_free,
+        "copies": list(plan.copies),
+        "swap_out": [(m.sources.tolist(), m.targets.tolist()) for m in plan.swap_out],
+        "swap_in": [(m.sources.tolist(), m.targets.tolist()) for m in plan.swap_in],
     }
 
 
@@ -119,6 +122,8 @@ class Twin:
             None,
             keys,
         )
+        if event.sibling is not None:
+            ours.sibling = self.requests[event.sibling.id]
         self.requests[theirs.id] = ours
         self.replica.submit(ours)
 

@@ -103,6 +103,7 @@ TINY_CACHE = {"num_pages": 12, "page_tokens": 8, "max_num_seqs": 6, "max_num_bat
         pytest.param(Chunked, {"queue_order": "edf", "watermark": 0.1}, id="chunked by deadline"),
         pytest.param(Chunked, {"enable_prefix_caching": False}, id="without prefix cache"),
         pytest.param(Chunked, {"queue_order": "sjf", "num_pages": 64}, id="shortest first, enough memory"),
+        pytest.param(Chunked, {"swap_pages": 12}, id="swapped to the host"),
         pytest.param(Continuous, {"max_num_batched_tokens": 96}, id="continuous"),
         # The wait is a sum of powers of two, so that replayed times are exact.
         pytest.param(lambda: Static(4, max_wait_s=0.015625), {}, id="static"),
