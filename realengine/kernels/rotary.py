@@ -61,7 +61,8 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + token).to(tl.int64)
         head = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
         cells = head[:, None] * (2 * HALF) + cell[None, :]
-        inside = (head < KVH)[:, None] & (cell < HALF)[None, :] & (slot >= 0)
+        kept = head < tl.where(slot >= 0, KVH, 0)  # a token of padding is written nowhere
+        inside = kept[:, None] & (cell < HALF)[None, :]
         k_low, k_high = rotated_halves(
             k + token * k_row, cells, inside, k_norm, cell, cosines, sines, eps, HALF
         )  # fmt: skip
@@ -78,7 +79,6 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
             LEVELS: tl.constexpr = 127.0 if BITS == 8 else 7.0
             WIDTH: tl.constexpr = 2 * HALF if BITS == 8 else HALF
             packed = head[:, None] * WIDTH + cell[None, :]
-            kept = (head < KVH) & (slot >= 0)
             scale, divisor = head_scale(k_low, k_high, LEVELS)
             tl.store(k_scale + slot * KVH + head, scale, mask=kept)
             store_quantised(k_to, packed, k_low, k_high, divisor, inside, BITS, HALF)

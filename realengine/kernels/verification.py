@@ -26,7 +26,7 @@ def block_residual(  # type: ignore[no-untyped-def]
     if CERTAIN:
         q = tl.where(cell == drafted, 1.0, 0.0).to(tl.float64)
     else:
-        q = tl.load(draft + cell, mask=(cell < V) & (subtract > 0), other=0.0).to(tl.float64)
+        q = tl.load(draft + cell, mask=cell < tl.where(subtract > 0, V, 0), other=0.0).to(tl.float64)
     return tl.where(subtract > 0, tl.maximum(p - q, 0.0), p)
 
 

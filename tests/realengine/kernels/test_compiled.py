@@ -7,17 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from realengine.kernels.compiled import Compiled, faults, markdown, read_figures
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+def compiled(path: Path) -> list[Compiled]:
     """In a process of its own: interpreted and compiled kernels do not mix."""
-    path = tmp_path_factory.mktemp("compiled") / "kernels.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "realengine.kernels.compiled", "--quick", "--json", str(path)]
     out = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -25,26 +21,29 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
     return read_figures(path)[0]
 
 
-def test_nothing_in_the_machine_code_costs_speed(compiled: list[Compiled]) -> None:
-    assert {result.arch for result in compiled} == {80, 90}
-    assert faults(compiled) == []
-
-
-def test_attention_and_products_stage_their_tiles_by_asynchronous_copies(compiled: list[Compiled]) -> None:
-    for result in compiled:
-        if (
-            result.kernel in ("decode_attention_kernel", "prefill_attention_kernel")
-            or "gemm" in result.kernel
-        ):
+def test_nothing_in_the_machine_code_costs_speed(tmp_path: Path) -> None:
+    """No spills, no loads of single 16-bit numbers, 16-byte copies, warpgroup products on Hopper, several programs."""
+    results = compiled(tmp_path / "kernels.json")
+    assert {result.arch for result in results} == {80, 90}
+    assert faults(results) == []
+    for result in results:
+        attention = result.kernel in ("decode_attention_kernel", "prefill_attention_kernel")
+        if attention or result.kernel.startswith("gemm"):
             assert result.async_copies >= 4, result
             assert result.wgmma + result.mma, result
-
-
-def test_several_programs_of_decode_attention_fit_a_multiprocessor(compiled: list[Compiled]) -> None:
-    for result in compiled:
         if result.kernel == "decode_attention_kernel" and result.arch == 90:
-            assert 3 * result.shared <= 227 * 1024
-            assert 3 * result.registers * 32 * result.warps <= 65536
+            # Three programs fit a multiprocessor: 227 KB of shared memory, 64 k registers.
+            assert 3 * result.shared <= 227 * 1024, result
+            assert 3 * result.registers * 32 * result.warps <= 65536, result
+    recorded, _ = read_figures(ROOT / "docs" / "kernels.json")
+    known = {(result.case, result.kernel, result.arch) for result in recorded}
+    assert {(result.case, result.kernel, result.arch) for result in results} <= known
+
+
+def test_the_table_in_the_documentation_is_of_the_recorded_figures() -> None:
+    recorded, version = read_figures(ROOT / "docs" / "kernels.json")
+    assert faults(recorded) == []
+    assert (ROOT / "docs" / "kernels.md").read_text() == markdown(recorded, version)
 
 
 def test_faults_are_named() -> None:
@@ -57,11 +56,3 @@ def test_faults_are_named() -> None:
         "no 16-byte copies or loads",
         "no warpgroup products",
     ]
-
-
-def test_the_table_in_the_documentation_is_of_the_kernels_that_there_are(compiled: list[Compiled]) -> None:
-    recorded, version = read_figures(ROOT / "docs" / "kernels.json")
-    known = {(result.case, result.kernel, result.arch) for result in recorded}
-    assert {(result.case, result.kernel, result.arch) for result in compiled} <= known
-    assert faults(recorded) == []
-    assert (ROOT / "docs" / "kernels.md").read_text() == markdown(recorded, version)
