@@ -64,8 +64,8 @@ def make_job(
     until_s = float(given.get("until", math.inf))
     if not until_s > 0:
         raise UsageError(f"--until must be a positive number of seconds, got {until_s:g}")
-    goodput = _goodput(given.get("goodput"))
-    slos = parse_slo(_items(given.get("slo")))
+    goodput = make_goodput(given.get("goodput"))
+    slos = parse_slo(words(given.get("slo")))
     if given.get("fail_on_slo") and not slos:
         raise UsageError("--fail-on-slo has no effect without --slo; add one such as --slo p95_ttft:500")
     percentiles = parse_percentiles(given.get("metric_percentiles"))
@@ -122,7 +122,7 @@ def make_spec(flags: Mapping[str, Any]) -> WorkloadSpec:
     """The workload of the traffic flags, `goodput` limits among them."""
     traffic = {name: value for name, value in flags.items() if name in known_flags() and value is not None}
     if "goodput" in traffic:
-        limits = _goodput(traffic["goodput"]).limits_s()
+        limits = make_goodput(traffic["goodput"]).limits_s()
         traffic["goodput"] = {name: limit_s * 1000 for name, limit_s in limits.items()}
     return spec_from_flags(traffic)
 
@@ -207,7 +207,7 @@ def parse_percentiles(text: str | Sequence[float] | None) -> tuple[float, ...]:
     return tuple(sorted(set(values)))
 
 
-def _items(value: str | Sequence[str] | None) -> list[str]:
+def words(value: str | Sequence[str] | None) -> list[str]:
     """A list of words from a list, or from one text with spaces or commas."""
     if value is None:
         return []
@@ -215,9 +215,10 @@ def _items(value: str | Sequence[str] | None) -> list[str]:
     return [word for part in parts for word in part.replace(",", " ").split()]
 
 
-def _goodput(value: Any) -> Goodput:
+def make_goodput(value: Any) -> Goodput:
+    """Limits per request from what `--goodput` or its keyword takes. Raises UsageError."""
     if isinstance(value, Goodput):
         return value
     if isinstance(value, Mapping):
         value = [f"{name}:{limit}" for name, limit in value.items()]
-    return parse_goodput(_items(value))
+    return parse_goodput(words(value))
