@@ -16,6 +16,8 @@ from tokentwin.server.streams import Connection
 
 _SEND_BUFFER_BYTES = 1 << 17
 """Kernel buffer per connection. What a client that does not read can hold up is this, and uvicorn's 64 KiB."""
+_KEEP_ALIVE_S = 65
+"""Longer than the minute for which clients and proxies like to keep an idle connection."""
 
 
 class Server(uvicorn.Server):
@@ -84,6 +86,7 @@ def make_server(
         make_app(service),
         http=Connection,
         ws="none",
+        timeout_keep_alive=_KEEP_ALIVE_S,
         lifespan="on",
         log_level=log_level,
         access_log=access_log,

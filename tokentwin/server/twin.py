@@ -105,6 +105,7 @@ class TwinBackend:
                 )
             )
         self._router = make_router(d.router, self._replicas)
+        self.built.pricer.step_s(2, 2, [(1, 0)], 1, 1, 1)  # makes its tables now and not in the first request
         self._origin_s = time.monotonic()
         self._driver = asyncio.create_task(self._drive())
 

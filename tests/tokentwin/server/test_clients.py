@@ -74,12 +74,15 @@ VERBOSE = {"stream_options": {"include_usage": True, "continuous_usage_stats": T
 
 
 def test_a_client_that_does_not_read_is_cut_and_no_other() -> None:
-    with serving(twin(), Limits(send_timeout_s=0.5)) as server:
-        slow = raw_request(server.port, LONG | VERBOSE, receive_buffer=4096)
+    """It would get 12,000 tokens, fewer than may wait for it, within three seconds; it reads none."""
+    with serving(twin(time_scale=20), Limits(send_timeout_s=0.3)) as server:
+        slow = raw_request(server.port, LONG | VERBOSE | {"max_tokens": 12_000}, receive_buffer=4096)
+        until(lambda: running_now(server) == 1)
         with server.client() as other:
             while server.backend.unfinished:
                 answer = other.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, "stream": True})
                 assert len(events(answer.text)) == 5
+            assert 'finished_reason="abort",model_name="llama-3.1-8b"} 1.0' in other.get("/metrics").text
         until(lambda: idle(server.backend))
         assert b"[DONE]" not in _rest(slow)
 
