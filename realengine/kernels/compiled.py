@@ -39,6 +39,8 @@ DEVICES = {
     90: Device("sm_90", 90, 132),
     100: Device("sm_100", 100, 148),
 }
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory that one program can have."""
 BF16, F32, I32, I64, I8, U8 = (
     torch.bfloat16,
     torch.float32,
@@ -101,6 +103,9 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
         yield Case(f"decode, {shape}", partial(_decode, heads, kv_heads, dim, bits), streams=True)
         build = partial(_prefill, heads, kv_heads, dim, bits)
         yield Case(f"prefill, {shape}", build, streams=True, products=True)
+    if not quick:
+        yield Case("decode, 32/8 heads of 128, float32", partial(_decode, 32, 8, 128, 32), streams=True)
+        yield Case("prefill, 32/8 heads of 128, float32", partial(_prefill, 32, 8, 128, 32), streams=True)
     for tokens in (1, 64, 4096):
         for bits in (8, 4):
             build = partial(_gemm, tokens, bits)
@@ -125,8 +130,8 @@ KV_NAMES = {16: "bf16", 8: "int8", 4: "int4"}
 
 
 def _cache(kv_heads: int, dim: int, bits: int) -> tuple[Tensor, Tensor | None]:
-    width, kind = {16: (dim, BF16), 8: (dim, I8), 4: (dim // 2, U8)}[bits]
-    scale = None if bits == 16 else meta(1024, 16, kv_heads, dtype=F32)
+    width, kind = {32: (dim, F32), 16: (dim, BF16), 8: (dim, I8), 4: (dim // 2, U8)}[bits]
+    scale = None if bits >= 16 else meta(1024, 16, kv_heads, dtype=F32)
     return meta(1024, 16, kv_heads, width, dtype=kind), scale
 
 
@@ -134,14 +139,22 @@ def _decode(heads: int, kv_heads: int, dim: int, bits: int) -> list[Launch]:
     cache, scale = _cache(kv_heads, dim, bits)
     table, lengths = meta(64, 256, dtype=I32), meta(64, dtype=I32)
     return decode_attention.decode_launches(
-        meta(64, heads, dim), cache, cache, table, lengths, dim**-0.5, None, scale, scale
+        meta(64, heads, dim, dtype=F32 if bits == 32 else BF16),
+        cache,
+        cache,
+        table,
+        lengths,
+        dim**-0.5,
+        None,
+        scale,
+        scale,
     )[0]
 
 
 def _prefill(heads: int, kv_heads: int, dim: int, bits: int) -> list[Launch]:
     cache, scale = _cache(kv_heads, dim, bits)
     table, starts, lengths = meta(4, 256, dtype=I32), meta(5, dtype=I32), meta(4, dtype=I32)
-    q = meta(4096, heads, dim)
+    q = meta(4096, heads, dim, dtype=F32 if bits == 32 else BF16)
     launch, _ = prefill_attention.prefill_launch(
         q, cache, cache, table, starts, lengths, dim**-0.5, 1024, None, scale, scale
     )
@@ -268,6 +281,8 @@ def faults(results: list[Compiled]) -> list[str]:
             found.append(f"{where}: {result.spilled} bytes of registers spilled")
         if result.narrow_loads:
             found.append(f"{where}: {result.narrow_loads} loads of a single 16-bit number")
+        if result.shared > SHARED_LIMIT[result.arch]:
+            found.append(f"{where}: {result.shared} bytes of shared memory are more than a program can have")
         if case.streams and not result.async_copies + result.wide_loads:
             found.append(f"{where}: no 16-byte copies or loads")
         if case.products and result.arch == 90 and not helper and not result.wgmma:

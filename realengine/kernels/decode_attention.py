@@ -47,6 +47,9 @@ stages are one KV tile ahead, and 5 are two."""
 INT4_TILES = {**TILES, 90: [Tile(16, 128, 4, 5), *TILES[90]]}
 """int4 tiles have a quarter of the bytes: twice as many tokens keep enough of them in flight."""
 
+FLOAT32_TILE = Tile(16, 32, 4, 3)
+"""float32 is for comparing results: its products are three of tf32 (about float32's accuracy), and want small tiles."""
+
 
 @jit
 def load_tile(  # type: ignore[no-untyped-def]
@@ -122,9 +125,9 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
         k_low, k_high, k_step = load_tile(
             k_cache, slots, k_scale, kv_head, inside, cells, slot_row, KVH, WIDTH, PAD, False, BITS, COMPUTE
         )  # fmt: skip
-        scores = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
+        scores = tl.dot(q_low, tl.trans(k_low), input_precision="tf32x3")
         if BITS == 4:
-            scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee")
+            scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="tf32x3")
         if BITS != 16:
             scores *= k_step[None, :]
         scores = tl.where(inside[None, :], scores * scale, float("-inf"))
@@ -139,9 +142,9 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
         if BITS != 16:
             weights *= v_step[None, :]
         weights = weights.to(COMPUTE)
-        acc_low = tl.dot(weights, v_low, acc_low * shrink[:, None], input_precision="ieee")
+        acc_low = tl.dot(weights, v_low, acc_low * shrink[:, None], input_precision="tf32x3")
         if BITS == 4:
-            acc_high = tl.dot(weights, v_high, acc_high * shrink[:, None], input_precision="ieee")
+            acc_high = tl.dot(weights, v_high, acc_high * shrink[:, None], input_precision="tf32x3")
         top = new_top
 
     share = 1.0 / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -220,7 +223,10 @@ def decode_launches(
     assert q.stride()[1:] == (dim, 1), "the heads of a token lie behind one another"
     bits = 16 if k_scale is None else 8 if width == dim else 4
     device = device_of(q)
-    tile = tile or tile_for("decode_attention", f"d{dim}b{bits}", INT4_TILES if bits == 4 else TILES, device)
+    if tile is None and q.dtype == torch.float32 and device.arch:
+        tile = FLOAT32_TILE
+    tiles = INT4_TILES if bits == 4 else TILES
+    tile = tile or tile_for("decode_attention", f"d{dim}b{bits}", tiles, device)
     longest = page_table.shape[1] * page
     splits = num_splits(device, batch, kv_heads, longest)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out

@@ -33,6 +33,9 @@ TILES = {
 QUANTISED_TILES = {**TILES, 80: [Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 3)]}
 """Unpacking takes registers, which mma needs for the accumulator and wgmma, with 8 warps, has left."""
 
+FLOAT32_TILE = Tile(32, 32, 4, 2)
+"""See `decode_attention.FLOAT32_TILE`."""
+
 
 @jit
 def attend_tiles(  # type: ignore[no-untyped-def]
@@ -54,9 +57,9 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         k_low, k_high, k_step = load_tile(
             k_cache, slots, k_scale, kv_head, inside, cells, slot_row, KVH, WIDTH, PAD, FULL, BITS, COMPUTE
         )  # fmt: skip
-        scores = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
+        scores = tl.dot(q_low, tl.trans(k_low), input_precision="tf32x3")
         if BITS == 4:
-            scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee")
+            scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="tf32x3")
         if BITS != 16:
             scores *= k_step[None, :]
         scores *= scale
@@ -72,9 +75,9 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         if BITS != 16:
             weights *= v_step[None, :]
         weights = weights.to(COMPUTE)
-        acc_low = tl.dot(weights, v_low, acc_low * shrink[:, None], input_precision="ieee")
+        acc_low = tl.dot(weights, v_low, acc_low * shrink[:, None], input_precision="tf32x3")
         if BITS == 4:
-            acc_high = tl.dot(weights, v_high, acc_high * shrink[:, None], input_precision="ieee")
+            acc_high = tl.dot(weights, v_high, acc_high * shrink[:, None], input_precision="tf32x3")
         top = new_top
     return acc_low, acc_high, top, total
 
@@ -188,7 +191,10 @@ def prefill_launch(
     assert q.stride()[1:] == (dim, 1), "the heads of a token lie behind one another"
     bits = 16 if k_scale is None else 8 if width == dim else 4
     group = heads // kv_heads
-    tile = tile or _tile(device_of(q), dim, bits, max_query * group)
+    device = device_of(q)
+    if tile is None and q.dtype == torch.float32 and device.arch:
+        tile = FLOAT32_TILE
+    tile = tile or _tile(device, dim, bits, max_query * group)
     num_seqs = len(context_len)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     launch = Launch(

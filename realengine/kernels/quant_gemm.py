@@ -41,6 +41,9 @@ FEW_TILES: Tiles = {
 }
 """For up to 64 tokens; the columns given are the least, more tokens get the next power of two."""
 
+FLOAT32_TILE = Tile(32, 32, 4, 2)
+"""See `decode_attention.FLOAT32_TILE`."""
+
 
 @jit
 def gemm_tile(tile, M, N, BN: tl.constexpr, BM: tl.constexpr, GROUPED: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -90,7 +93,7 @@ def gemm_int8_kernel(  # type: ignore[no-untyped-def]
         else:
             weights = tl.load(w_at + k[None, :], mask=(k < K)[None, :], other=0)
             values = tl.load(x_at + k[None, :], mask=(k < K)[None, :], other=0.0)
-        sums = tl.dot(weights.to(COMPUTE), tl.trans(values), sums, input_precision="ieee")
+        sums = tl.dot(weights.to(COMPUTE), tl.trans(values), sums, input_precision="tf32x3")
     store_sums(sums, out, scale, channel, token, M, N, out_row, split, SPLITS)
 
 
@@ -120,8 +123,8 @@ def gemm_int4_kernel(  # type: ignore[no-untyped-def]
         zero = tl.load(zeros + step * N + real).to(tl.int8)[:, None]
         first_half = ((levels & 15).to(tl.int8) - zero).to(COMPUTE)
         second_half = ((levels >> 4).to(tl.int8) - zero).to(COMPUTE)
-        group = tl.dot(first_half, tl.trans(low), input_precision="ieee")
-        group = tl.dot(second_half, tl.trans(high), group, input_precision="ieee")
+        group = tl.dot(first_half, tl.trans(low), input_precision="tf32x3")
+        group = tl.dot(second_half, tl.trans(high), group, input_precision="tf32x3")
         sums += group * scale[:, None]
     store_sums(sums, out, None, channel, token, M, N, out_row, split, SPLITS)
 
@@ -184,6 +187,8 @@ def _launches(
     rows = x.reshape(-1, inputs)
     tokens = len(rows)
     device = device_of(x)
+    if tile is None and x.dtype == torch.float32 and device.arch:
+        tile = FLOAT32_TILE
     tile = tile or gemm_tile_for(device, tokens, bits)
     out = torch.empty((*x.shape[:-1], channels), dtype=x.dtype, device=x.device)
     tiles = ceil_div(channels, tile.rows) * ceil_div(tokens, tile.columns)

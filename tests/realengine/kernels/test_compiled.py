@@ -48,11 +48,24 @@ def test_the_table_in_the_documentation_is_of_the_recorded_figures() -> None:
 
 def test_faults_are_named() -> None:
     slow = Compiled(
-        "prefill, 32/8 heads of 128, bf16", "prefill_attention_kernel", 90, 4, 1, 255, 624, 0, 0, 0, 3, 0, 64
+        "prefill, 32/8 heads of 128, bf16",
+        "prefill_attention_kernel",
+        90,
+        4,
+        1,
+        255,
+        624,
+        1 << 20,
+        0,
+        0,
+        3,
+        0,
+        64,
     )
     assert [fault.partition("sm_90): ")[2] for fault in faults([slow])] == [
         "624 bytes of registers spilled",
         "3 loads of a single 16-bit number",
+        "1048576 bytes of shared memory are more than a program can have",
         "no 16-byte copies or loads",
         "no warpgroup products",
     ]
