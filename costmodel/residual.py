@@ -97,4 +97,6 @@ class Residuals:
         else:
             near = shape_features(np.asarray(shape, np.float64)[None, :], len(self._scales))
             row = (kriging_weights(self._features, near, self._scales, self._nugget) @ self._rows)[0]
+            # How many threads the linear algebra uses shows in the last digits; a run is to be the same on any machine.
+            row = np.round(row, 6)
         return interpolate(self._axes, row.reshape([len(a) for a in self._axes]), points)
