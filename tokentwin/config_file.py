@@ -51,11 +51,12 @@ def read_config(path: Path, known: Mapping[str, Flag]) -> dict[str, Any]:
         if flag.name in out:
             raise UsageError(f"--config {path}: {flag.name} is given twice; keep one")
         if value is not None:
-            out[flag.name] = _typed(flag, value, path)
+            out[flag.name] = typed(flag, value, f"--config {path}")
     return out
 
 
-def _typed(flag: Flag, value: Any, path: Path) -> Any:
+def typed(flag: Flag, value: Any, where: str) -> Any:
+    """A value of a file with the type that the command line would give it. Raises UsageError, beginning with `where`."""
     if flag.several:
         if isinstance(value, str):
             value = value.split()
@@ -69,7 +70,7 @@ def _typed(flag: Flag, value: Any, path: Path) -> Any:
     except ValidationError as error:
         what = error.errors(include_url=False)[0]["msg"].replace("Input should be", "must be")
         raise UsageError(
-            f"--config {path}: {flag.name}: {what[:1].lower()}{what[1:]}, got {str(value)[:40]!r}"
+            f"{where}: {flag.name}: {what[:1].lower()}{what[1:]}, got {str(value)[:40]!r}"
         ) from None
 
 

@@ -52,8 +52,11 @@ def make_job(
     *,
     deployment: Deployment | None = None,
     workload: WorkloadSpec | Workload | None = None,
+    builder: Callable[[Deployment], Built] = build,
 ) -> Job:
     """A job from flags by name (underscores; None is not given); `deployment` and `workload` stand in for theirs.
+
+    `builder` works a deployment out; another one may remember those that it has seen.
 
     Raises UsageError for anything that cannot be, InfeasibleError where the model does not fit.
     """
@@ -72,7 +75,7 @@ def make_job(
     planned = make_deployment(given, deployment)
     if planned.data_parallel_size == 1 and given.get("router", "round_robin") != "round_robin":
         raise UsageError("--router has no effect on one replica; set --data-parallel-size 2 or more")
-    built = build(planned)
+    built = builder(planned)
     replications = given.get("replications")
     if replications is not None and replications < 1:
         raise UsageError(f"--replications must be at least 1 (no intervals), got {replications}")
