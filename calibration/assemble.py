@@ -6,28 +6,48 @@ with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
-from calibration import lss
-from calibration.fit import DEFAULT_OPTIONS, Options, fit_kernel, grid_groups
+from calibration import lss, microbench, vidur
+from calibration.fit import DEFAULT_OPTIONS, Options, fit_kernel, grid_groups, shape_groups
+from calibration.sources import read_sources
 from calibration.tables import (
     Samples,
     Table,
     drop_host_floor,
     drop_impossible,
     drop_spikes,
-    read_table,
+    number,
     samples_from,
+    thin,
 )
 from costmodel.datasheet import HOST, device_facts
 from costmodel.formats import GEMM_FORMATS, hardware
-from costmodel.profile import SCHEMA, DeviceFacts, DeviceProfile, HostTerms, KernelFit, Provenance
+from costmodel.kernels import FORMULAS
+from costmodel.profile import (
+    SCHEMA,
+    DeviceFacts,
+    DeviceProfile,
+    HostTerms,
+    KernelFit,
+    KernelKind,
+    Provenance,
+)
 from serving.errors import UsageError
 
-ALL_REDUCE_PREFERENCE = ("vLLM_custom_graph", "SGLang_CustomAllReduce_graph", "TRTLLM", "nccl-tests")
+ALL_REDUCE_PREFERENCE = (
+    microbench.MODE,
+    "vLLM_custom_graph",
+    "SGLang_CustomAllReduce_graph",
+    "TRTLLM",
+    "nccl-tests",
+    vidur.NCCL_MODE,
+)
 """Implementations of an all-reduce, the one an engine would use first. `*_eager` rows time the host as
 well."""
 
@@ -37,11 +57,12 @@ KV_BYTES = {"bfloat16": 2.0, "fp8": 1.0}
 def gemm_samples(tables: Sequence[Table], dtype: str, facts: DeviceFacts) -> Samples:
     """Cleaned GEMM timings of one number format: shape (n, k), grid (m,)."""
     rows = [r for t in tables for r in t.rows if r["dtype"] == dtype]
-    names = ", ".join(t.path.name for t in tables if any(r["dtype"] == dtype for r in t.rows))
+    names = ", ".join(t.name for t in tables if any(r["dtype"] == dtype for r in t.rows))
     samples = samples_from(
         "gemm", rows, lambda r: (float(r["n"]), float(r["k"])), lambda r: (float(r["m"]),), source=names
     )
     if len(samples):
+        thin(samples)
         clean_gemm(samples, dtype, facts)
     return samples
 
@@ -58,48 +79,76 @@ def clean_gemm(samples: Samples, dtype: str, facts: DeviceFacts) -> None:
 
 
 def prefill_samples(tables: Sequence[Table], kv_dtype: str, facts: DeviceFacts) -> Samples:
-    """Cleaned prefill attention timings: shape (heads, kv_heads), grid (batch, tokens, context 0)."""
-    rows = [r for t in tables for r in t.rows if r["kv_dtype"] == kv_dtype and r["head_dim"] == "128"]
-    samples = samples_from(
+    """Cleaned prefill attention timings: shape (heads, kv_heads), grid (batch, tokens, context before them)."""
+    samples = _attention_samples(
         "prefill",
-        rows,
-        lambda r: (float(r["heads"]), float(r["kv_heads"])),
-        lambda r: (float(r["batch"]), float(r["isl"]), 0.0),
-        source=", ".join(t.path.name for t in tables),
+        tables,
+        kv_dtype,
+        lambda r: (float(r["batch"]), float(r["isl"]), float(r.get("context") or 0.0)),
     )
     if len(samples):
-        hw = hardware(facts)
-        batch, tokens, _ = samples.grid.T
-        flops = 2.0 * batch * samples.shape[:, 0] * hw.head_dim * tokens * (tokens + 1.0)
+        hw = hardware(facts, head_dim=samples.head_dim)
+        batch, tokens, context = samples.grid.T
+        flops = 2.0 * batch * samples.shape[:, 0] * hw.head_dim * tokens * (2.0 * context + tokens + 1.0)
         drop_impossible(samples, flops / hw.peak_flops)
-        clean_last = Samples(
-            "prefill", samples.shape, samples.grid[:, [0, 2, 1]], samples.seconds, samples.dropped
-        )
-        drop_spikes(clean_last)
-        samples.shape, samples.seconds = clean_last.shape, clean_last.seconds
-        samples.grid = clean_last.grid[:, [0, 2, 1]]
+        samples.grid = samples.grid[:, [0, 2, 1]]
+        drop_spikes(samples)
+        samples.grid = samples.grid[:, [0, 2, 1]]
     return samples
 
 
 def decode_samples(tables: Sequence[Table], kv_dtype: str, facts: DeviceFacts) -> Samples:
     """Cleaned decode attention timings: shape (heads, kv_heads), grid (batch, context)."""
-    rows = [r for t in tables for r in t.rows if r["kv_dtype"] == kv_dtype and r["head_dim"] == "128"]
-    samples = samples_from(
-        "decode",
-        rows,
-        lambda r: (float(r["heads"]), float(r["kv_heads"])),
-        lambda r: (float(r["batch"]), float(r["kv_len"])),
-        source=", ".join(t.path.name for t in tables),
+    samples = _attention_samples(
+        "decode", tables, kv_dtype, lambda r: (float(r["batch"]), float(r["kv_len"]))
     )
     if len(samples):
         clean_decode(samples, facts, KV_BYTES[kv_dtype])
     return samples
 
 
+def _attention_samples(
+    kind: str, tables: Sequence[Table], kv_dtype: str, grid: Callable[[Mapping[str, str]], tuple[float, ...]]
+) -> Samples:
+    """Timings of one cache format and one head size: 128 where it was measured, else the most frequent."""
+    rows = [r for t in tables for r in t.rows if r["kv_dtype"] == kv_dtype]
+    sizes = Counter(number(r["head_dim"]) for r in rows)
+    chosen = 128.0 if 128.0 in sizes or not sizes else sizes.most_common(1)[0][0]
+    samples = samples_from(
+        kind,
+        [r for r in rows if number(r["head_dim"]) == chosen],
+        lambda r: (float(r["heads"]), float(r["kv_heads"])),
+        grid,
+        source=", ".join(t.name for t in tables),
+    )
+    if others := len(rows) - sizes[chosen]:
+        samples.dropped[f"head size other than {chosen:g}"] += others
+    samples.head_dim = int(chosen) if chosen == chosen else 128
+    thin(samples)
+    return samples
+
+
+def plain_samples(kind: KernelKind, tables: Sequence[Table]) -> Samples:
+    """Timings whose columns are the axes of their formula (elementwise, sampler, moe, decode_mixed)."""
+    _, _, shape_axes, grid_axes = FORMULAS[kind]
+    rename = {"context": "kv_len"} if kind == "decode_mixed" else {}
+    samples = samples_from(
+        kind,
+        [r for t in tables for r in t.rows],
+        lambda r: tuple(float(r[axis]) for axis in shape_axes),
+        lambda r: tuple(float(r[rename.get(axis, axis)]) for axis in grid_axes),
+        source=", ".join(t.name for t in tables),
+    )
+    if len(samples):
+        thin(samples)
+        drop_spikes(samples)
+    return samples
+
+
 def clean_decode(samples: Samples, facts: DeviceFacts, kv_bytes: float) -> None:
     """Drop rows faster than HBM: a KV cache within L2 is read faster than any real one, with weights
     between."""
-    hw = hardware(facts, kv_bytes=kv_bytes)
+    hw = hardware(facts, kv_bytes=kv_bytes, head_dim=samples.head_dim)
     read = samples.grid[:, 0] * samples.grid[:, 1] * samples.shape[:, 1] * 2.0 * hw.head_dim * kv_bytes
     drop_impossible(samples, read / hw.hbm_bytes_per_s, slack=1.0)
     drop_spikes(samples)
@@ -125,9 +174,10 @@ def all_reduce_samples(tables: Sequence[Table], facts: DeviceFacts) -> Samples:
         chosen,
         lambda r: (float(r["n_gpus"]),),
         lambda r: (float(r["bytes"]),),
-        source=f"{', '.join(t.path.name for t in tables)}: {mode}",
+        source=f"{', '.join(t.name for t in tables)}: {mode}",
     )
     if len(samples):
+        thin(samples)
         drop_spikes(samples)
     return samples
 
@@ -141,70 +191,43 @@ def fit_profile(
     provenance: Provenance | None = None,
     formats: Mapping[str, Sequence[str]] | None = None,
     context_splits: float = 1.0,
+    engine: str = "vllm",
     progress: Callable[[str], None] = lambda line: None,
 ) -> DeviceProfile:
-    """A profile of `device` (a shipped name or own facts) fitted to `tables` (CSV files; kinds found by
-    header).
+    """A profile of `device` (a shipped name or own facts) fitted to `tables`: files of any layout that
+    `calibration.sources` knows, or folders of them.
 
     `formats`: GEMM number formats to read, by file name (all of a file when it is not named).
     `context_splits`: over how many thread blocks the prefill kernel may spread one query tile's earlier
     context (1: FlashAttention 2; 32: FlashAttention 3), which tables without earlier context cannot tell.
+    `engine`: whose tables to take of an AIConfigurator tree.
     Raises `UsageError` for unreadable tables and for tables that hold nothing usable.
     """
     facts = device_facts(device) if isinstance(device, str) else device
-    read = [_limited(read_table(Path(path)), formats or {}) for path in tables]
-    by_kind: dict[str, list[Table]] = {}
-    for table in read:
-        by_kind.setdefault(table.kind, []).append(table)
-    gemm: dict[str, Samples] = {}
-    for dtype in sorted({r["dtype"] for t in by_kind.get("gemm", []) for r in t.rows} & set(GEMM_FORMATS)):
-        gemm[dtype] = gemm_samples(by_kind["gemm"], dtype, facts)
-    prefill: dict[str, Samples] = {}
-    decode: dict[str, Samples] = {}
-    for kv_dtype in KV_BYTES:
-        prefill[kv_dtype] = prefill_samples(by_kind.get("prefill", []), kv_dtype, facts)
-        decode[kv_dtype] = decode_samples(by_kind.get("decode", []), kv_dtype, facts)
-    layers = lss.layer_samples(read, facts)
-    fits: dict[str, dict[str, KernelFit]] = {
-        k: {} for k in ("gemm", "prefill", "decode", "decode_mixed", "moe")
-    }
-
-    def fit(group: str, name: str, samples: Samples, kv_bytes: float = 2.0) -> None:
-        if not len(samples):
-            return
-        hw = hardware(facts, GEMM_FORMATS[name if group == "gemm" else "bfloat16"], kv_bytes=kv_bytes)
-        fixed = {"context_splits": context_splits} if group == "prefill" else None
-        fits[group][name] = fit_kernel(group, samples, hw, options=options, fixed=fixed)  # type: ignore[arg-type]
-        progress(f"{facts.name} {group}/{name}: {fits[group][name].errors}")
-
-    for dtype, samples in gemm.items():
-        fit("gemm", dtype, samples)
-    for kv_dtype, kv_bytes in KV_BYTES.items():
-        fit("prefill", kv_dtype, prefill[kv_dtype], kv_bytes)
-        fit("decode", kv_dtype, decode[kv_dtype], kv_bytes)
-    for group in ("gemm", "prefill", "decode", "moe"):
-        if group in layers and "bfloat16" not in fits[group]:
-            fit(group, "bfloat16", layers[group])
-    if "mixed" in layers:
-        share = lss.decode_share(layers["mixed"], fits["prefill"]["bfloat16"], hardware(facts))
-        fit("decode_mixed", "bfloat16", share)
+    found = read_sources(tables, facts.name, engine)
+    for line in (*found.passed_over, *found.notes()):
+        progress(line)
+    samples = all_samples([_limited(table, formats or {}) for table in found.tables], facts)
+    fits: dict[str, dict[str, KernelFit]] = {}
     singles: dict[str, KernelFit] = {}
-    comm = all_reduce_samples(by_kind.get("comm", []), facts)
-    if len(comm):
-        singles["all_reduce"] = fit_kernel(
-            "all_reduce", comm, hardware(facts), options=options, groups=grid_groups
-        )
-        progress(f"{facts.name} all_reduce: {singles['all_reduce'].errors}")
-    if "elementwise" in layers:
-        singles["elementwise"] = fit_kernel(
-            "elementwise", layers["elementwise"], hardware(facts), options=options
-        )
-    if "sampler" in layers:
-        singles["sampler"] = fit_kernel(
-            "sampler", layers["sampler"], hardware(facts), options=options, groups=grid_groups
-        )
-    if not singles and not any(fits.values()):
-        raise UsageError(f"no usable kernel timings for {facts.name} in {len(read)} tables")
+    for (group, name), some in samples.items():
+        if not len(some):
+            progress(f"{facts.name} {group} {name}: nothing left of its rows ({_reasons(some)})")
+            continue
+        if group == "mixed":
+            if "bfloat16" not in fits.get("prefill", {}):
+                progress(f"{facts.name} mixed: no prompts by themselves to tell its decodes from")
+                continue
+            some = lss.decode_share(some, fits["prefill"]["bfloat16"], hardware(facts))
+            group = "decode_mixed"
+        fit = _fit(group, name, some, facts, options, context_splits)
+        progress(f"{facts.name} {group} {name}: {fit.errors} ({fit.num_points:,} points; {_reasons(some)})")
+        if name:
+            fits.setdefault(group, {})[name] = fit
+        else:
+            singles[group] = fit
+    if not singles and not fits:
+        raise UsageError(f"no usable kernel timings for {facts.name} in {len(found.files)} tables")
     stamp = provenance or Provenance(measured="kernel timings given by the user")
     return DeviceProfile(
         schema=SCHEMA,
@@ -212,12 +235,78 @@ def fit_profile(
         **fits,
         **singles,
         host=host,
-        provenance=stamp.model_copy(update={"tables": [f"{t.path.name} {t.digest}" for t in read]}),
+        provenance=stamp.model_copy(
+            update={
+                "tables": [f"{t.name} {t.digest}" for t in found.files],
+                "notes": [*stamp.notes, *found.notes()],
+            }
+        ),
     )
+
+
+def all_samples(tables: Sequence[Table], facts: DeviceFacts) -> dict[tuple[str, str], Samples]:
+    """Cleaned timings by (kernel, number format), the format being '' where there is only one.
+
+    Layer profiles stand in for what no table of single kernels gives. Kernels without any row are left out;
+    one with rows and without a sample lost them all to cleaning.
+    """
+    of_kind: dict[str, list[Table]] = {}
+    for table in tables:
+        of_kind.setdefault(table.kind, []).append(table)
+    found: dict[tuple[str, str], Samples] = {}
+    for dtype in sorted({r["dtype"] for t in of_kind.get("gemm", []) for r in t.rows} & set(GEMM_FORMATS)):
+        found["gemm", dtype] = gemm_samples(of_kind["gemm"], dtype, facts)
+    for kv_dtype in KV_BYTES:
+        found["prefill", kv_dtype] = prefill_samples(of_kind.get("prefill", []), kv_dtype, facts)
+        found["decode", kv_dtype] = decode_samples(of_kind.get("decode", []), kv_dtype, facts)
+    found["all_reduce", ""] = all_reduce_samples(of_kind.get("comm", []), facts)
+    names: tuple[tuple[KernelKind, str], ...] = (
+        ("moe", "bfloat16"),
+        ("decode_mixed", "bfloat16"),
+        ("elementwise", ""),
+        ("sampler", ""),
+    )
+    for kind, name in names:
+        found[kind, name] = plain_samples(kind, of_kind.get(kind, []))
+    found = {key: samples for key, samples in found.items() if len(samples) or samples.dropped}
+    for group, samples in lss.layer_samples(tables, facts).items():
+        name = "" if group in ("elementwise", "sampler") else "bfloat16"
+        found.setdefault((group, name), samples)
+    # Decodes beside prompts are told from prefill's fit.
+    return dict(sorted(found.items(), key=lambda item: item[0][0] == "mixed"))
+
+
+def _fit(
+    group: str, name: str, samples: Samples, facts: DeviceFacts, options: Options, context_splits: float
+) -> KernelFit:
+    hw = hardware(
+        facts,
+        GEMM_FORMATS[name if group == "gemm" else "bfloat16"],
+        kv_bytes=KV_BYTES.get(name, 2.0),
+        head_dim=samples.head_dim,
+    )
+    fit = fit_kernel(
+        cast(KernelKind, group),
+        samples,
+        hw,
+        options=options,
+        groups=grid_groups if group in ("all_reduce", "sampler") else shape_groups,
+        fixed={"context_splits": context_splits} if group == "prefill" else None,
+    )
+    if samples.noise is not None:
+        fit = fit.model_copy(update={"noise_log_std": round(samples.noise, 4)})
+    if samples.head_dim != 128:
+        size = float(samples.head_dim)
+        fit = fit.model_copy(update={"hull": {**fit.hull, "head_dim": (size, size)}})
+    return fit
+
+
+def _reasons(samples: Samples) -> str:
+    return "; ".join(f"{count:,} {reason}" for reason, count in samples.dropped.items()) or "nothing dropped"
 
 
 def _limited(table: Table, formats: Mapping[str, Sequence[str]]) -> Table:
     wanted = formats.get(table.path.name)
     if wanted is None:
         return table
-    return Table(table.path, table.kind, [r for r in table.rows if r.get("dtype") in wanted], table.digest)
+    return table.holding(table.kind, [r for r in table.rows if r.get("dtype") in wanted])

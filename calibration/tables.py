@@ -1,14 +1,12 @@
 """Kernel timing tables: reading, recognising and cleaning them. Every row that is dropped is counted by
 reason.
 
-Two layouts are read, recognised by their header: AIConfigurator-style tables (GEMM, context attention,
-generation attention, collectives) and LLMServingSim-style layer profiles (dense, per_sequence, attention,
-moe).
+Fits read the kinds gemm, prefill, decode and comm (and the layer profiles of `lss`); `calibration.sources`
+turns other projects' layouts into these.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,20 +16,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from calibration.layouts import read_rows, recognise
 from serving.errors import UsageError
 
 Floats = npt.NDArray[np.float64]
 
-_REQUIRED: dict[str, frozenset[str]] = {
-    "gemm": frozenset({"dtype", "m", "n", "k", "latency_us"}),
-    "prefill": frozenset({"kv_dtype", "heads", "kv_heads", "head_dim", "batch", "isl", "latency_us"}),
-    "decode": frozenset({"kv_dtype", "heads", "kv_heads", "head_dim", "batch", "kv_len", "latency_us"}),
-    "comm": frozenset({"impl", "op", "mode", "n_gpus", "bytes", "latency_us"}),
-    "lss_attention": frozenset({"prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"}),
-    "lss_moe": frozenset({"tokens", "activated_experts", "time_us"}),
-    "lss_dense": frozenset({"layer", "tokens", "time_us"}),
-    "lss_sequence": frozenset({"layer", "sequences", "time_us"}),
-}
+_MOST = 1e15
+"""Sizes beyond are typing errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +33,18 @@ class Table:
     kind: str
     rows: list[dict[str, str]]
     digest: str
+    label: str = ""
+    """How it is called in a profile: its path below the folder that was given, or its name."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Rows left out by an importer, by reason."""
+
+    @property
+    def name(self) -> str:
+        return self.label or self.path.name
+
+    def holding(self, kind: str, rows: list[dict[str, str]]) -> Table:
+        """The same file with `rows` of `kind` instead, nothing counted as dropped yet."""
+        return Table(self.path, kind, rows, self.digest, self.label)
 
 
 @dataclass(slots=True)
@@ -54,6 +57,9 @@ class Samples:
     seconds: Floats
     dropped: Counter[str] = field(default_factory=Counter)
     source: str = ""
+    head_dim: int = 128
+    noise: float | None = None
+    """Log standard deviation of one repeat, where the table states it."""
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -67,24 +73,26 @@ class Samples:
 
     def subset(self, mask: npt.NDArray[np.bool_]) -> Samples:
         return Samples(
-            self.kind, self.shape[mask], self.grid[mask], self.seconds[mask], Counter(), self.source
+            self.kind,
+            self.shape[mask],
+            self.grid[mask],
+            self.seconds[mask],
+            Counter(),
+            self.source,
+            self.head_dim,
         )
 
 
-def read_table(path: Path) -> Table:
-    """Read a CSV of timings; `UsageError` when it cannot be read or its header is not one of the known
-    ones."""
+def read_table(path: Path, label: str = "") -> Table:
+    """Read a CSV or Parquet file of timings; `UsageError` when it cannot be read or its header is not one of
+    the known ones."""
     try:
         data = path.read_bytes()
-        reader = csv.DictReader(data.decode("utf-8-sig").splitlines())
-        rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path}: cannot be read as CSV ({error})") from None
-    header = frozenset(reader.fieldnames or ())
-    for kind, required in _REQUIRED.items():
-        if required <= header:
-            return Table(path, kind, rows, hashlib.sha256(data).hexdigest()[:12])
-    raise UsageError(f"{path}: line 1: header {sorted(header)} is not a known table of kernel timings")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    header, rows = read_rows(path, data)
+    kind = recognise(header, str(path))
+    return Table(path, kind, rows, hashlib.sha256(data).hexdigest()[:12], label)
 
 
 def samples_from(
@@ -98,21 +106,23 @@ def samples_from(
 ) -> Samples:
     """Samples of `rows`; a repeated (shape, grid) keeps the median and counts the others as duplicates."""
     seen: dict[tuple[tuple[float, ...], tuple[float, ...]], list[float]] = {}
-    bad = 0
+    dropped: Counter[str] = Counter()
+    noise: list[float] = []
     for row in rows:
-        try:
-            value = float(row[column]) * 1e-6
-            key = (shape(row), grid(row))
-        except (ValueError, TypeError):
-            bad += 1
+        value = number(row.get(column)) * 1e-6
+        if not value > 0:
+            dropped["not a positive time"] += 1
             continue
-        if not (value > 0 and np.isfinite(value)):
-            bad += 1
+        try:
+            key = (shape(row), grid(row))
+        except (ValueError, TypeError, ZeroDivisionError):
+            key = ((0.0,), ())
+        if not is_problem(kind, *key):
+            dropped["not a shape"] += 1
             continue
         seen.setdefault(key, []).append(value)
-    dropped: Counter[str] = Counter()
-    if bad:
-        dropped["not a positive time"] = bad
+        if (spread := number(row.get("noise"))) > 0:
+            noise.append(spread)
     extra = sum(len(v) - 1 for v in seen.values())
     if extra:
         dropped["duplicate"] = extra
@@ -123,7 +133,44 @@ def samples_from(
         np.array([float(np.median(v)) for v in seen.values()]),
         dropped,
         source,
+        noise=float(np.median(noise)) if noise else None,
     )
+
+
+_MAY_BE_ZERO = {"prefill": 2, "mixed": 1}
+"""Grid axis of the cached context, by kind: the only size that may be 0."""
+
+
+def is_problem(kind: str, shape: tuple[float, ...], grid: tuple[float, ...]) -> bool:
+    """Whether these are sizes of a problem: positive and finite, the cached context of a prefill possibly 0."""
+    free = _MAY_BE_ZERO.get(kind)
+    sizes = (*shape, *(g for axis, g in enumerate(grid) if axis != free))
+    return all(0 < s < _MOST for s in sizes) and (
+        free is None or free >= len(grid) or 0 <= grid[free] < _MOST
+    )
+
+
+def number(text: str | None) -> float:
+    """The finite number that `text` is, else NaN."""
+    try:
+        value = float(text or "nan")
+    except ValueError:
+        return float("nan")
+    return value if np.isfinite(value) else float("nan")
+
+
+def thin(samples: Samples, *, most: int = 160) -> None:
+    """Keep at most `most` values of each grid axis, spread evenly in the logarithm.
+
+    Sweeps in equal steps say the same again and again at their upper end.
+    """
+    for axis in range(samples.grid.shape[1] if len(samples) else 0):
+        values = np.unique(samples.grid[:, axis])
+        if len(values) > most:
+            logs = np.log1p(values)
+            wanted = np.linspace(logs[0], logs[-1], most)
+            kept = values[np.unique(np.abs(logs[:, None] - wanted[None, :]).argmin(axis=0))]
+            samples.keep(np.isin(samples.grid[:, axis], kept), "between kept sizes of a dense sweep")
 
 
 def drop_impossible(samples: Samples, least_s: Floats, *, slack: float = 1.03) -> None:

@@ -7,6 +7,10 @@ Memory is what the CUDA driver reports to a process, a little less than the labe
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from pydantic import ValidationError
+
 from costmodel.profile import DeviceFacts, DeviceProfile, HostTerms, Provenance
 from serving.errors import UsageError, nearest
 
@@ -142,6 +146,25 @@ def device_facts(name: str) -> DeviceFacts:
     if name not in FACTS:
         raise UsageError(f"no datasheet facts for device {name!r}; {nearest(name, FACTS)}")
     return FACTS[name]
+
+
+def facts_of(name_or_path: str) -> DeviceFacts:
+    """Facts of a shipped device, or those in a JSON file with the fields of `DeviceFacts`.
+
+    Raises `UsageError` for an unknown name, and for a file that cannot be read or lacks a field.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.suffix != ".json":
+        return device_facts(name_or_path)
+    try:
+        return DeviceFacts.model_validate_json(path.read_text(encoding="utf-8-sig"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise UsageError(f"--device {path}: not the facts of a device ({field}: {first['msg']})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UsageError(f"--device {path}: cannot be read: {reason}") from None
 
 
 def datasheet_profile(facts: DeviceFacts, host: HostTerms = HOST) -> DeviceProfile:

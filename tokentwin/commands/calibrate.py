@@ -11,9 +11,16 @@ from cyclopts import Parameter
 
 def fit(
     *tables: Annotated[
-        Path, Parameter(help="CSV tables of kernel timings; their kind is told by the header.")
+        Path,
+        Parameter(
+            help="Tables of kernel timings (CSV or Parquet), or folders of them: our own microbenchmarks, "
+            "AIConfigurator, LLMServingSim or Vidur; the layout is told by the columns."
+        ),
     ],
-    device: Annotated[str, Parameter(help="Name of a device with known facts, such as h200.")],
+    device: Annotated[
+        str,
+        Parameter(help="Name of a device with known facts, such as h200, or a JSON file of its facts."),
+    ],
     output: Annotated[Path, Parameter(alias="-o", help="The profile file to write.")],
     context_splits: Annotated[
         float,
@@ -21,14 +28,20 @@ def fit(
             help="Thread blocks over which prefill spreads earlier context: 1 for FlashAttention 2, 32 for 3."
         ),
     ] = 1.0,
+    engine: Annotated[
+        str, Parameter(help="Whose tables to take of an AIConfigurator tree: vllm, sglang or trtllm.")
+    ] = "vllm",
     folds: Annotated[int, Parameter(help="Folds of the held-out error; 0 skips it and is faster.")] = 4,
 ) -> int:
     """Fit a profile to tables of kernel timings and print its errors.
 
-    Example: tokentwin calibrate fit gemm.csv attention.csv --device h200 -o my-h200.json
+    Example: tokentwin calibrate fit microbench.parquet --device h200 -o my-h200.json
+
+    docs/calibration.md describes the layouts, the cleaning and the errors.
     """
     from calibration.assemble import fit_profile
     from calibration.fit import Options
+    from costmodel.datasheet import facts_of
     from costmodel.profile import Provenance
     from costmodel.render import render_profile
     from experiments.results import writable
@@ -36,14 +49,15 @@ def fit(
     from tokentwin.commands.shelf import wrapped
 
     if not tables:
-        raise UsageError("calibrate fit needs tables: name one or more CSV files of kernel timings")
+        raise UsageError("calibrate fit needs tables: name one or more CSV files, Parquet files or folders")
     with writable(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     profile = fit_profile(
         tables,
-        device,
+        facts_of(device),
         options=Options(folds=folds),
         context_splits=context_splits,
+        engine=engine,
         provenance=Provenance(
             measured="kernel timings given by the user", fitted_by="tokentwin calibrate fit"
         ),
