@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from calibration import lss, microbench, vidur
+from calibration import bench_table, lss, vidur
 from calibration.fit import DEFAULT_OPTIONS, Options, fit_kernel, grid_groups, shape_groups
 from calibration.sources import read_sources
 from calibration.tables import (
@@ -41,7 +41,7 @@ from costmodel.profile import (
 from serving.errors import UsageError
 
 ALL_REDUCE_PREFERENCE = (
-    microbench.MODE,
+    bench_table.MODE,
     "vLLM_custom_graph",
     "SGLang_CustomAllReduce_graph",
     "TRTLLM",

@@ -1,7 +1,7 @@
 """Which table of kernel timings a file is, told by its header alone, and its rows as text.
 
 CSV (also named .txt) and Parquet are read, recognised by their first bytes. What the columns mean is the
-business of `aiconfigurator`, `vidur`, `lss` and `microbench`.
+business of `aiconfigurator`, `vidur`, `lss` and `bench_table`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from calibration import aiconfigurator, microbench, vidur
+from calibration import aiconfigurator, bench_table, vidur
 from calibration.layouts import SUFFIXES
 from calibration.tables import Table, read_table
 from serving.errors import UsageError
@@ -23,7 +23,7 @@ _NOT_TIMINGS = re.compile(r"^(skew|skew_fit|step|.*_predictions)$")
 _IMPORTERS: dict[str, Callable[[Table], list[Table]]] = {
     **dict.fromkeys(("aic_gemm", "aic_attention", "aic_comm"), aiconfigurator.converted),
     **dict.fromkeys(("vidur_mlp", "vidur_attention", "vidur_all_reduce"), vidur.converted),
-    "microbench": microbench.converted,
+    "microbench": bench_table.converted,
 }
 
 
@@ -60,8 +60,8 @@ def read_sources(paths: Sequence[Path], device: str, engine: str = "vllm") -> Fo
 
 
 def _take(table: Table, found: Found) -> None:
-    found.files.append(table)
     found.tables.extend(_IMPORTERS[table.kind](table) if table.kind in _IMPORTERS else [table])
+    found.files.append(table)
 
 
 def _read_folder(folder: Path, device: str, engine: str, found: Found) -> None:
@@ -99,20 +99,15 @@ def _newest(files: Sequence[Path], engine: str, folder: Path, found: Found) -> l
     """One file per table: of `…/<engine>/<version>/<table>_perf.*` the newest version of the engine (NCCL's
     own table has NCCL in the engine's place)."""
     best: dict[str, Path] = {}
-    others = 0
     for file in files:
-        if file.stem not in aiconfigurator.TABLES:
-            others += 1
+        if file.stem not in aiconfigurator.TABLES or file.parent.parent.name not in (engine, "nccl"):
             continue
-        backend = file.parent.parent.name
-        if backend not in (engine, "nccl"):
-            others += 1
-        elif file.stem not in best or version_key(file.parent.name) > version_key(
-            best[file.stem].parent.name
-        ):
+        if file.stem not in best or version_key(file.parent.name) > version_key(best[file.stem].parent.name):
             best[file.stem] = file
-    if others:
-        found.passed_over.append(f"{folder}: {others:,} tables of other engines or of kernels not modelled")
+    if others := len(files) - len(best):
+        found.passed_over.append(
+            f"{folder}: {others:,} tables of other engines, older versions or kernels not modelled"
+        )
     engines = sorted({f.parent.parent.name for f in files} - {"nccl"})
     if files and engines and engine not in engines:
         raise UsageError(f"{folder}: no tables of engine {engine!r}; it has {', '.join(engines)}")
