@@ -30,8 +30,9 @@ Array = npt.NDArray[np.generic]
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Padded batch sizes for which graphs are recorded: 1, 2, 4, then every 8, from 256 on every 16."""
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-    below = [size for size in sizes if size < max_num_seqs]
-    return (*below, min(max_num_seqs, sizes[-1]))
+    if max_num_seqs >= sizes[-1]:
+        return sizes
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 def padded_size(rows: int, sizes: Sequence[int]) -> int | None:
@@ -107,24 +108,44 @@ def arrays_of(record: StepInputs | Draws) -> list[Array]:
     return [value for value in values if isinstance(value, np.ndarray)]
 
 
-@dataclass(slots=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor
+Recording = tuple[Callable[[], None], Tensor]
+"""What computes a recorded forward again, and the tensor that then holds its result."""
+
+
+class CudaRecorder:
+    """Records forwards as CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, forward: Callable[[], Tensor]) -> Recording:
+        forward()  # compiles kernels and fills allocators, which a recording must not
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = forward()
+        self._pool = self._pool or graph.pool()
+        return graph.replay, result
 
 
 class DecodeGraphs:
     """The forward of a pure decode step, recorded once for each padded batch size over fixed input buffers."""
 
-    def __init__(self, step: StepRunner, sizes: Sequence[int], table_width: int) -> None:
+    def __init__(
+        self,
+        step: StepRunner,
+        sizes: Sequence[int],
+        table_width: int,
+        recorder: Callable[[Callable[[], Tensor]], Recording] | None = None,
+    ) -> None:
         self.sizes = tuple(sizes)
         self._step = step
         self._width = table_width
         self._uploads = Uploads(step.device)
         most = packing(self._arrays(self.sizes[-1])).num_bytes
         self._buffer = torch.zeros(most, dtype=torch.uint8, device=step.device)
-        self._pool: Any = None
-        self._graphs: dict[int, _Graph] = {}
+        self._recorder = recorder if recorder is not None else CudaRecorder()
+        self._recordings: dict[int, Recording] = {}
 
     def _arrays(self, size: int) -> list[Array]:
         integers = [np.zeros(size, np.int64) for _ in range(4)]
@@ -154,13 +175,7 @@ class DecodeGraphs:
             batch = Batch(known, positions, slots, table, lengths, starts, size, 1, 0, None)
             return step.model.forward(batch, step.caches)
 
-        forward()  # compiles kernels and fills allocators, which a recording must not
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = forward()
-        self._pool = self._pool or graph.pool()
-        self._graphs[size] = _Graph(graph, logits)
+        self._recordings[size] = self._recorder(forward)
 
     def replay(self, inputs: StepInputs) -> Tensor | None:
         """Logits [B, vocabulary] of a pure decode step; None when no recorded size holds it."""
@@ -177,9 +192,9 @@ class DecodeGraphs:
         arrays[5][:rows, : inputs.page_table.shape[1]] = inputs.page_table
         arrays[6][:rows] = inputs.context_len  # padding rows have context 0 and write to page 0
         self._uploads.send(arrays, self._buffer)
-        recorded = self._graphs[size]
-        recorded.graph.replay()
-        return recorded.logits[:rows]
+        compute_again, logits = self._recordings[size]
+        compute_again()
+        return logits[:rows]
 
 
 class CudaRunner:

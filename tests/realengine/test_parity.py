@@ -16,6 +16,7 @@ from realengine.engine import Engine
 from realengine.generation import Sampling
 from realengine.models import Model
 from serving.policies import BatchPolicy, Chunked, Continuous, Static
+from sim.record import RequestTable, RunRecord, Status, StepTable, Tenant, TokenRanges
 from tests.realengine.engines import running, smollm2, tiny_model
 from tests.realengine.replay import Decision, Twin, watch
 
@@ -142,6 +143,40 @@ def test_engine_and_twin_write_the_same_record(asynchronous: bool) -> None:
         assert requests[name].tolist() == getattr(twin.log, name), name
     ranges = [(row, 0, first, count) for row, r in enumerate(ours.requests) for first, count in r.ranges]
     assert ranges == sorted(twin.log.ranges)
+
+
+def test_the_recorders_columns_are_those_of_a_run_record() -> None:
+    with running(tiny_model()) as engine:
+        load = Load(count=8, aborts=0)
+        load.send(engine, 0.002)
+        engine.add([3] * 300, Sampling(), lambda output: None)  # longer than the model's context
+    recorder, config = engine.recorder, engine.config
+    record = RunRecord(
+        requests=RequestTable(**recorder.request_columns()),
+        steps=StepTable(**recorder.step_columns()),
+        tokens=TokenRanges(**recorder.token_columns()),
+        tenants=(Tenant(),),
+        num_pages=config.num_pages,
+        page_tokens=config.page_tokens,
+        num_replicas=1,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        end_s=recorder.steps[-1].end_s,
+    )
+    statuses = record.requests.status.tolist()
+    assert statuses == [Status.FINISHED] * (len(statuses) - 1) + [Status.REJECTED]
+    for row, count in enumerate(record.requests.output_tokens.tolist()):
+        times_s = record.token_times_s(row)
+        assert len(times_s) == count
+        assert (np.diff(times_s) > 0).all()
+        if count:
+            assert times_s[0] == record.requests.first_token_s[row]
+            assert times_s[-1] == record.requests.last_token_s[row]
+    assert record.requests.output_tokens.sum() == record.steps.num_decodes.sum() + np.count_nonzero(
+        record.requests.output_tokens
+    )
+    for columns in (record.requests.columns(), record.steps.columns()):
+        assert {column.dtype.kind for column in columns.values()} <= {"i", "f", "O"}
 
 
 def test_the_twin_repeats_a_run_of_smollm2() -> None:
