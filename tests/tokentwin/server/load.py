@@ -71,12 +71,13 @@ def read_detailed(result: dict[str, Any]) -> Seen:
     )
 
 
-def errors(seen: Seen, deployment: Deployment) -> dict[str, float]:
+def errors(seen: Seen, deployment: Deployment, time_scale: float) -> dict[str, float]:
     """By how much mean and median of what was seen differ from those that `simulate` gives for the same arrivals."""
-    record = simulate(make_workload(seen.sent_s.tolist(), seen.prompt_tokens, seen.output_tokens), deployment)
-    said = latencies(record)
+    sent_s = (seen.sent_s * time_scale).tolist()
+    said = latencies(simulate(make_workload(sent_s, seen.prompt_tokens, seen.output_tokens), deployment))
     out = {}
-    for name, measured, simulated in (("ttft", seen.ttft_s, said.ttft_s), ("tpot", seen.tpot_s, said.tpot_s)):
+    for name, seen_s, simulated in (("ttft", seen.ttft_s, said.ttft_s), ("tpot", seen.tpot_s, said.tpot_s)):
+        measured = seen_s * time_scale
         for word, statistic in (("mean", np.mean), ("median", np.median)):
             out[f"{word}_{name}"] = float(statistic(measured) / statistic(simulated) - 1)
     return out

@@ -168,6 +168,22 @@ def test_text_survives_tokens(client: httpx.Client, text: str) -> None:
     assert client.post("/detokenize", json={"tokens": ids["tokens"]}).json() == {"prompt": text}
 
 
+def test_a_stream_shows_whole_characters_in_utf8() -> None:
+    """Each token is one byte of a character; a chunk has none or all of it."""
+    text = "日本🙂é ü\u0301\n"
+    backend = twin()
+    backend._script = list(text.encode())
+    with serving(backend) as server, server.client() as client:
+        body = {"prompt": "a", "max_tokens": len(text.encode()), "stream": True}
+        answer = client.post("/v1/completions", json=body)
+        pieces = [chunk["choices"][0]["text"] for chunk in events(answer.content.decode())]
+        cut = client.post("/v1/completions", json=body | {"max_tokens": 5, "stream": False}).json()
+    assert "".join(pieces) == text
+    assert all(set(piece) <= set(text) for piece in pieces)
+    # The two bytes that are left of a character of three are one replacement character.
+    assert cut["choices"][0]["text"] == "日\ufffd"
+
+
 def test_metrics_have_vllms_names_and_add_up(running: Running, client: httpx.Client) -> None:
     before = _metrics(client)
     completion(client, max_tokens=5)

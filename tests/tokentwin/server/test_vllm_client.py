@@ -13,7 +13,7 @@ from sim.deployment import Deployment
 from tests.tokentwin.server import vllm_rs
 from tests.tokentwin.server.harness import Running, serving, twin, word_tokenizer
 from tests.tokentwin.server.load import errors, read_detailed
-from tests.tokentwin.server.test_agreement import ATTEMPTS, DEPLOYMENT
+from tests.tokentwin.server.test_agreement import ATTEMPTS, DEPLOYMENT, PROMPTS, RATE, SCALE
 from tokentwin.commands.serve import twin_codec
 
 BINARY = vllm_rs.found()
@@ -68,13 +68,14 @@ def test_a_timed_trace_finds_its_shared_blocks_in_the_prefix_cache(tmp_path: Pat
 
 def test_it_measures_what_simulate_says(tmp_path: Path) -> None:
     folder = word_tokenizer(tmp_path)
-    traffic = ("--dataset-name", "random", "--random-input-len", "1600", "--random-output-len", "24",
-               "--random-range-ratio", '{"input": 0.5, "output": 0}')  # fmt: skip
+    mean = sum(PROMPTS) // 2
+    traffic = ("--dataset-name", "random", "--random-input-len", str(mean), "--random-output-len", "20",
+               "--random-range-ratio", json.dumps({"input": 1 - PROMPTS[0] / mean, "output": 0}))  # fmt: skip
     for _ in range(ATTEMPTS):
-        with serving(twin(time_scale=1, codec=twin_codec(folder), **DEPLOYMENT)) as server:
-            result = bench(server, folder, tmp_path, "--backend", "openai", "--num-prompts", "24",
-                           "--request-rate", "4", *traffic)  # fmt: skip
-        off = errors(read_detailed(result), Deployment(**DEPLOYMENT))
+        with serving(twin(time_scale=SCALE, codec=twin_codec(folder), **DEPLOYMENT)) as server:
+            result = bench(server, folder, tmp_path, "--backend", "openai", "--num-prompts", "14",
+                           "--request-rate", str(RATE * SCALE), *traffic)  # fmt: skip
+        off = errors(read_detailed(result), Deployment(**DEPLOYMENT), SCALE)
         if max(map(abs, off.values())) < 0.1:
             return
     raise AssertionError(f"after {ATTEMPTS} attempts: {off}")
