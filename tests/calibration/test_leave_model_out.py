@@ -62,4 +62,5 @@ def test_text_goes_between_the_marks_of_its_section() -> None:
 
 
 def test_the_page_shows_the_errors_of_the_shipped_profiles() -> None:
-    assert kernel_errors.table() in PAGE.read_text(encoding="utf-8")
+    shown = kernel_errors.table() in PAGE.read_text(encoding="utf-8")
+    assert shown, "run python -m calibration.kernel_errors --write docs/validation.md"
