@@ -13,6 +13,7 @@ from realengine.models import Model
 from realengine.parallel import SINGLE, TensorParallel
 from realengine.runner import CpuRunner, Runner, StepRunner, allocate_caches
 from realengine.swap_store import SwapStore
+from realengine.workers import LeadingRunner, control_group, follow
 from serving.config import SchedulerConfig
 from serving.errors import InfeasibleError, UsageError
 from serving.policies import BatchPolicy
@@ -28,7 +29,7 @@ class EngineOptions:
     model: str | Path
     load_format: str = "auto"
     dtype: str = "auto"
-    """float32, bfloat16 or float16; auto is bfloat16."""
+    """One of `realengine.load.DTYPES`; auto is bfloat16."""
     device: str = "auto"
     """cuda, cuda:1, cpu; auto is CUDA where there is one."""
     gpu_memory_utilization: float = 0.92
@@ -71,26 +72,58 @@ def build_engine(
     """An engine that is ready to `start`.
 
     `num_pages` replaces that of `limits`; None works it out from the device's memory. `max_model_len` is cut to what the
-    model was made for. Raises `UsageError` and `InfeasibleError` as the parts do.
+    model was made for. With several `ranks` this is rank 0, and the others are in `serve_rank` with the same arguments.
+    Raises `UsageError` and `InfeasibleError` as the parts do.
     """
     source = source if source is not None else find_model(options.model, options.load_format)
-    device, dtype = options.torch_device(), options.torch_dtype()
-    shape = source.architecture.shape
-    limits = replace(limits, max_model_len=min(limits.max_model_len, shape.max_position_embeddings))
-    model = load(source, device=device, dtype=dtype, max_positions=limits.max_model_len, ranks=ranks)
-    if num_pages is None:
-        num_pages = pages_that_fit(model, limits, dtype, device, options.gpu_memory_utilization)
-    limits = replace(limits, num_pages=num_pages)
+    runner, limits = _build_runner(options, limits, num_pages, ranks, source)
+    if ranks.size > 1:
+        runner = LeadingRunner(runner, control_group())
     return Engine(
         limits,
-        make_runner(model, limits, dtype, device, graphs=not options.enforce_eager),
+        runner,
         policy=policy,
         tokenizer=source.tokenizer,
         eos_token_ids=source.architecture.eos_token_ids,
-        vocab_size=shape.vocab_size,
+        vocab_size=source.architecture.shape.vocab_size,
         seed=options.seed,
         record_events=record_events,
     )
+
+
+def serve_rank(
+    options: EngineOptions,
+    limits: SchedulerConfig,
+    *,
+    num_pages: int | None = None,
+    ranks: TensorParallel,
+    source: Source | None = None,
+) -> None:
+    """A rank after 0, from its first step to the last; returns when rank 0 stops.
+
+    Every rank has joined the default process group of `torch.distributed` before.
+    """
+    source = source if source is not None else find_model(options.model, options.load_format)
+    runner, _ = _build_runner(options, limits, num_pages, ranks, source)
+    follow(runner, control_group())
+
+
+def _build_runner(
+    options: EngineOptions,
+    limits: SchedulerConfig,
+    num_pages: int | None,
+    ranks: TensorParallel,
+    source: Source,
+) -> tuple[Runner, SchedulerConfig]:
+    device, dtype = options.torch_device(), options.torch_dtype()
+    longest = min(limits.max_model_len, source.architecture.shape.max_position_embeddings)
+    limits = replace(limits, max_model_len=longest)
+    model = load(source, device=device, dtype=dtype, max_positions=longest, ranks=ranks)
+    if num_pages is None:
+        num_pages = pages_that_fit(model, limits, dtype, device, options.gpu_memory_utilization)
+        num_pages = ranks.least(num_pages, device)
+    limits = replace(limits, num_pages=num_pages)
+    return make_runner(model, limits, dtype, device, graphs=not options.enforce_eager), limits
 
 
 def make_runner(
@@ -120,8 +153,8 @@ def pages_that_fit(
     shape = model.architecture.shape
     per_token = shape.kv_bytes_per_token(model.ranks.size, dtype.itemsize)
     page_bytes = int(per_token * limits.page_tokens)
-    wanted = limits.max_num_seqs * -(-limits.max_model_len // limits.page_tokens)
     if device.type != "cuda":
+        wanted = limits.max_num_seqs * -(-limits.max_model_len // limits.page_tokens)
         return max(1, min(wanted, CPU_CACHE_BYTES // page_bytes))
     free, total = torch.cuda.mem_get_info(device)
     # The widest tensors of a step: gate and up side by side, their product, and logits in two types.
@@ -134,4 +167,4 @@ def pages_that_fit(
             f"{shape.name} leaves {max(room, 0) / 2**30:.2f} GiB for the KV cache at --gpu-memory-utilization "
             f"{utilization}; a page takes {page_bytes / 2**20:.1f} MiB"
         )
-    return min(wanted, room // page_bytes)
+    return room // page_bytes

@@ -18,7 +18,12 @@ from realengine.parallel import SINGLE, TensorParallel
 from realengine.tokenizer import Tokenizer
 from serving.errors import UsageError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 LOAD_FORMATS = ("auto", "dummy")
 
 

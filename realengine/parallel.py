@@ -59,5 +59,13 @@ class TensorParallel:
         dist.all_gather(parts, part.contiguous())
         return torch.cat(parts, dim=-1)
 
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest `number` of all ranks."""
+        if self.size == 1:
+            return number
+        box = torch.tensor(number, device=device)
+        dist.all_reduce(box, dist.ReduceOp.MIN)
+        return int(box)
+
 
 SINGLE = TensorParallel()

@@ -13,16 +13,14 @@ import torch.multiprocessing as mp
 
 from costmodel.model import ModelShape
 from realengine.architecture import Architecture, Rope
-from realengine.build import make_runner
+from realengine.build import EngineOptions, build_engine, serve_rank
 from realengine.checkpoint import DummyCheckpoint
 from realengine.complete import complete
-from realengine.engine import Engine
 from realengine.generation import Sampling
-from realengine.load import Source, load
+from realengine.load import Source
 from realengine.parallel import TensorParallel
-from realengine.workers import LeadingRunner, control_group, follow
 from serving.config import SchedulerConfig
-from tests.realengine.engines import CPU, TINY
+from tests.realengine.engines import TINY
 
 PROMPTS = [[5, 9, 13, 40, 22], list(range(3, 40)), [7]]
 SAMPLING = Sampling(max_tokens=24, seed=3, ignore_eos=True)
@@ -39,17 +37,13 @@ QWEN2 = TINY.model_copy(
 def tokens_of_rank(rank: int, size: int, shape: ModelShape, asynchronous: bool) -> list[list[int]]:
     """Rank 0's answers; the other ranks follow and give nothing. Float64: a sum in two parts rounds differently."""
     source = Source(Architecture(shape, Rope(), 1e-6), DummyCheckpoint(shape), None)
-    ranks = TensorParallel(rank, size)
-    model = load(source, device=CPU, dtype=torch.float64, max_positions=128, ranks=ranks)
+    options = EngineOptions(shape.name, dtype="float64", device="cpu")
     limits = replace(LIMITS, async_scheduling=asynchronous)
-    runner = make_runner(model, limits, torch.float64, CPU)
-    if size > 1:
-        control = control_group()
-        if rank:
-            follow(runner, control)
-            return []
-        runner = LeadingRunner(runner, control)
-    engine = Engine(limits, runner, vocab_size=shape.vocab_size)
+    ranks = TensorParallel(rank, size)
+    if rank:
+        serve_rank(options, limits, ranks=ranks, source=source)
+        return []
+    engine = build_engine(options, limits, ranks=ranks, source=source)
     engine.start()
     answers = [answer.token_ids for (answer,) in complete(engine, PROMPTS, SAMPLING)]
     engine.stop()
