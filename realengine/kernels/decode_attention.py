@@ -275,6 +275,9 @@ def decode_launches(
 
 
 def num_splits(device: Device, batch: int, kv_heads: int, longest: int) -> int:
-    """Parts per sequence, so that all multiprocessors work whatever the batch; 1 if that is so without any."""
+    """Parts per sequence, so that all multiprocessors work whatever the batch; 1 if that is so without any.
+
+    A power of two: the number is compiled in, and seven kernels serve the graphs of all batch sizes.
+    """
     wanted = ceil_div(device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR, max(batch * kv_heads, 1))
-    return max(1, min(wanted, ceil_div(longest, LEAST_TOKENS), MOST_SPLITS))
+    return power_of_2(min(wanted, ceil_div(longest, LEAST_TOKENS), MOST_SPLITS))

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from realengine.kernels.launch import Launch, ceil_div, jit, power_of_2
+from realengine.kernels.launch import Launch, ceil_div, jit, jit_for_any, power_of_2
 
 ROWS = 16
 """Heads per program."""
@@ -43,7 +43,7 @@ def store_quantised(  # type: ignore[no-untyped-def]
         tl.store(base + cells, byte.to(tl.uint8), mask=inside)
 
 
-@jit
+@jit_for_any("rows")
 def quantize_kv_kernel(  # type: ignore[no-untyped-def]
     x, out, scales, rows, BITS: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -60,7 +60,7 @@ def quantize_kv_kernel(  # type: ignore[no-untyped-def]
     store_quantised(out, cells, low, high, divisor, inside, BITS, HALF)
 
 
-@jit
+@jit_for_any("rows")
 def dequantize_kv_kernel(  # type: ignore[no-untyped-def]
     quantised,
     scales,

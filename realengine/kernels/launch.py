@@ -18,6 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
+
+
+def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """`jit` that makes no variant of the kernel for a 1 or a multiple of 16 among these arguments.
+
+    They change from step to step (tokens, sequences), and a variant would be compiled in the middle of serving.
+    """
+    decorator: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=list(names))
+    return decorator
+
+
 INTERPRETING = bool(triton.knobs.runtime.interpret)
 if INTERPRETING:
     from realengine.kernels.interpreter import repair
@@ -111,6 +122,7 @@ class Launch:
         from triton.compiler import ASTSource
 
         names = self.kernel.arg_names
+        same_for_all = {param.name for param in self.kernel.params if param.do_not_specialize}
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
         hints: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -118,13 +130,13 @@ class Launch:
             if isinstance(value, Tensor):
                 signature[name] = "*" + _TYPE_NAMES[value.dtype]
                 hints[(position,)] = [["tt.divisibility", 16]]
-            elif value is None or value == 1:
+            elif value is None or (value == 1 and name not in same_for_all):
                 signature[name], constants[name] = "constexpr", value
             elif isinstance(value, float):
                 signature[name] = "fp32"
             else:
                 signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-                if value % 16 == 0:
+                if value % 16 == 0 and name not in same_for_all:
                     hints[(position,)] = [["tt.divisibility", 16]]
         for name, value in self.constants.items():
             signature[name], constants[name] = "constexpr", value

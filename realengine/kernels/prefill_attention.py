@@ -21,7 +21,16 @@ import triton.language as tl
 from torch import Tensor
 
 from realengine.kernels.decode_attention import load_tile
-from realengine.kernels.launch import TRITON_TYPES, Device, Launch, Tile, device_of, jit, power_of_2
+from realengine.kernels.launch import (
+    TRITON_TYPES,
+    Device,
+    Launch,
+    Tile,
+    device_of,
+    jit,
+    jit_for_any,
+    power_of_2,
+)
 from realengine.kernels.tune import candidates, tile_for
 
 TILES = {
@@ -82,7 +91,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     return acc_low, acc_high, top, total
 
 
-@jit
+@jit_for_any("num_seqs")
 def prefill_attention_kernel(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, k_scale, v_scale, page_table, query_start, context_len, out,
     q_row, out_row, table_row, slot_row, num_seqs, scale,

@@ -18,7 +18,17 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from realengine.kernels.launch import TRITON_TYPES, Device, Launch, Tile, ceil_div, device_of, jit, power_of_2
+from realengine.kernels.launch import (
+    TRITON_TYPES,
+    Device,
+    Launch,
+    Tile,
+    ceil_div,
+    device_of,
+    jit,
+    jit_for_any,
+    power_of_2,
+)
 from realengine.kernels.tune import Tiles, candidates, tile_for
 
 DEPTH = 128
@@ -70,7 +80,7 @@ def store_sums(sums, out, scale, channel, token, M, N, out_row, split, SPLITS: t
     tl.store(at, tl.trans(sums).to(out.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit_for_any("M")
 def gemm_int8_kernel(  # type: ignore[no-untyped-def]
     x, w, scale, out, M, N, K, x_row, w_row, out_row,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
@@ -97,7 +107,7 @@ def gemm_int8_kernel(  # type: ignore[no-untyped-def]
     store_sums(sums, out, scale, channel, token, M, N, out_row, split, SPLITS)
 
 
-@jit
+@jit_for_any("M")
 def gemm_int4_kernel(  # type: ignore[no-untyped-def]
     x, packed, scales, zeros, out, M, N, K, x_row, w_row, out_row,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, GROUPED: tl.constexpr,

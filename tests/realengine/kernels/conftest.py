@@ -34,9 +34,3 @@ def one_thread() -> Iterator[None]:
 def seeded() -> None:
     """The same random tensors in every run and order."""
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def no_interpreter() -> dict[str, str]:
-    """The environment of a subprocess that compiles."""
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

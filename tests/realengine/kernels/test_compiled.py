@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from realengine.kernels.compiled import Compiled, faults, markdown, read_figures
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,6 +23,7 @@ def compiled(path: Path) -> list[Compiled]:
     return read_figures(path)[0]
 
 
+@pytest.mark.slow
 def test_nothing_in_the_machine_code_costs_speed(tmp_path: Path) -> None:
     """No spills, no loads of single 16-bit numbers, 16-byte copies, warpgroup products on Hopper, several programs."""
     results = compiled(tmp_path / "kernels.json")
