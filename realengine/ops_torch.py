@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from realengine.batch import Batch, LayerCache
 
@@ -49,7 +49,7 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         if residual is not None:
             x = x + residual
-        return rms_norm(x, weight.shape, weight, eps), x
+        return torch.rms_norm(x, weight.shape, weight, eps), x
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -103,12 +103,12 @@ class _TorchAttention:
         if not self._made:
             self._prepare(page_tokens, qkv.dtype)
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        tokens = len(qkv)
+        tokens = qkv.shape[0]
         split = qkv.view(tokens, heads + 2 * kv_heads, dim)
         qk, v = split[:, : heads + kv_heads], split[:, heads + kv_heads :]
         if norms is not None:
-            qk[:, :heads] = rms_norm(qk[:, :heads], (dim,), norms.q, norms.eps)
-            qk[:, heads:] = rms_norm(qk[:, heads:], (dim,), norms.k, norms.eps)
+            qk[:, :heads] = torch.rms_norm(qk[:, :heads], (dim,), norms.q, norms.eps)
+            qk[:, heads:] = torch.rms_norm(qk[:, heads:], (dim,), norms.k, norms.eps)
         half = dim // 2
         swapped = torch.cat((qk[..., half:], qk[..., :half]), dim=-1)
         qk = torch.addcmul(qk * self.cos, swapped, self.sin)
@@ -126,7 +126,7 @@ class _TorchAttention:
 
     def _decode(self, q: Tensor, k_flat: Tensor, v_flat: Tensor, dim: int) -> Tensor:
         """The heads of a group are the query rows of their KV head, so that K and V are never repeated."""
-        rows, index = len(q), self._token_index
+        rows, index = q.shape[0], self._token_index
         assert index is not None
         shape = (rows, -1, self.num_kv_heads, dim)
         k = k_flat.index_select(0, index).view(shape).transpose(1, 2)

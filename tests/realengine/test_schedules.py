@@ -15,10 +15,12 @@ import torch
 from realengine.complete import Completion, complete
 from realengine.engine import Engine
 from realengine.generation import Sampling
+from realengine.kernels import operators
 from realengine.load import Source, load
 from realengine.models import Model
+from realengine.ops import KernelOps, rotary_tables
 from serving.policies import BatchPolicy, Continuous, Static
-from tests.realengine.engines import CPU, TINY, running, tiny_source
+from tests.realengine.engines import CPU, TINY, running, tiny_model, tiny_source
 
 PROMPTS = 20
 
@@ -133,3 +135,18 @@ def test_forks_share_all_but_the_last_page_of_their_prompt(model: Model) -> None
         sampling = Sampling(max_tokens=2, n=4, temperature=1.0, ignore_eos=True)
         complete(engine, [prompt], sampling)
     assert used[:2] == [3, 3 + 3]
+
+
+def test_kernel_operators_give_the_tokens_of_the_cpu_operators() -> None:
+    """Mixed steps through the kernels' interface (their references here), decodes first and longer chunks after."""
+    model = tiny_model()
+    shape, rope = model.architecture.shape, model.architecture.rope
+    ops = KernelOps(*rotary_tables(rope, shape.head_dim, 256, CPU), operators("cpu"))
+    kernels = Model(model.architecture, model.weights, ops)
+    prompts, _, _ = requests()
+    sampling = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+    tokens = []
+    for each in (model, kernels):
+        with running(each, page_tokens=8, max_num_batched_tokens=24, poison=True) as engine:
+            tokens.append([a.token_ids for (a,) in complete(engine, prompts, sampling)])
+    assert tokens[0] == tokens[1]
