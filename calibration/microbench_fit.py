@@ -1,0 +1,265 @@
+"""From measured steps to a device profile: each part of a step becomes samples of the kernel that prices it.
+
+A step's attention holds rotation and the writing of K and V as well; steps with nothing to attend to give those by
+themselves, as the profile's elementwise part, and attention is what is left. Whatever lies between operators goes with
+the embedding, which also happens once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from calibration.fit import Options, fit_kernel
+from calibration.microbench_run import Measured, Store, steadied
+from calibration.microbench_steps import GEMMS, repeated
+from calibration.tables import Samples
+from costmodel.formats import GEMM_FORMATS, hardware
+from costmodel.kernels import FORMULAS, Hardware
+from costmodel.layers import elementwise_bytes, embedding_bytes
+from costmodel.model import ModelShape
+from costmodel.predict import Kernel
+from costmodel.profile import (
+    SCHEMA,
+    DeviceFacts,
+    DeviceProfile,
+    HostTerms,
+    KernelFit,
+    KernelKind,
+    Provenance,
+)
+from serving.errors import UsageError
+
+Point = tuple[tuple[float, ...], tuple[float, ...]]
+"""(shape, grid) of a sample."""
+
+OPTIONS = Options(folds=0, prior_weight=0.02, max_evaluations=40)
+_LEAST_SHARE = 0.02
+"""Attention that is left after rotation is at least this share of the whole: differences of noisy times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample: the median of its repeats."""
+
+    kind: KernelKind
+    point: Point
+    seconds: float
+    repeats: int
+    spread: float
+
+
+def rows_of(
+    store: Store, shape: ModelShape, *, rounds: set[int] | None = None, key: str | None = None
+) -> list[Row]:
+    """Samples of every kernel, from the runs of `rounds` (all by default).
+
+    `key` names the reference step, by whose wander the others are corrected.
+    """
+    found: dict[tuple[KernelKind, Point], list[float]] = {}
+
+    def add(kind: KernelKind, shape_: tuple[float, ...], grid: tuple[float, ...], seconds: float) -> None:
+        if seconds > 0:
+            found.setdefault((kind, (shape_, grid)), []).append(seconds)
+
+    layers = float(shape.num_layers)
+    widths = elementwise_bytes(shape, 1)
+    gemms = {g.name: g for g in (*shape.attention_gemms(), *shape.mlp_gemms(), shape.lm_head_gemm())}
+    heads = (float(shape.num_heads), float(shape.num_kv_heads))
+    runs = [run for run in store.runs if rounds is None or run.round in rounds]
+    if key is not None:
+        runs = steadied(runs, key)
+    rotary = _rotary(runs, layers)
+    for run in runs:
+        what, parts, tokens = run.what, run.parts, float(run.what.num_tokens)
+        for name in GEMMS[:4]:
+            add("gemm", (gemms[name].n, gemms[name].k), (tokens,), parts[name] / layers)
+        rows = float(what.num_sampled)
+        head = gemms["lm_head"]
+        add("gemm", (head.n, head.k), (rows,), parts["lm_head"])
+        norms = 2.0 * layers + rows / tokens
+        add("elementwise", (widths["layernorm"],), (tokens,), parts["norm"] / norms)
+        add("elementwise", (widths["act_fn"],), (tokens,), parts["act"] / layers)
+        add("elementwise", (embedding_bytes(shape),), (tokens,), parts["embed"] + parts["rest"])
+        add("sampler", (float(shape.vocab_size),), (rows,), parts["sample"])
+        whole = parts["attention"] / layers
+        rotate = min(rotary(tokens), (1.0 - _LEAST_SHARE) * whole)
+        contexts = set(what.decodes)
+        if what.sampled is not None:
+            add("elementwise", (widths["rotary_emb"],), (tokens,), whole)
+        elif not what.chunks and len(contexts) == 1:
+            add("decode", heads, (len(what.decodes), float(contexts.pop())), whole - rotate)
+        elif not what.decodes and len(set(what.chunks)) == 1:
+            chunk, before = what.chunks[0]
+            add("prefill", heads, (len(what.chunks), float(chunk), float(before)), whole - rotate)
+    return [Row(kind, point, *_middle(values)) for (kind, point), values in sorted(found.items(), key=str)]
+
+
+def _middle(values: Sequence[float]) -> tuple[float, int, float]:
+    seconds, spread = repeated(values)
+    return seconds, len(values), spread
+
+
+def _rotary(runs: Iterable[Measured], layers: float) -> Callable[[float], float]:
+    """Seconds of rotation and KV writing for a number of tokens, between the measured ones in logarithms."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        if run.what.sampled is not None:
+            found.setdefault(run.what.num_tokens, []).append(run.parts["attention"] / layers)
+    if not found:
+        return lambda tokens: 0.0
+    sizes = sorted(found)
+    logs = np.log([repeated(found[size])[0] for size in sizes])
+    return lambda tokens: float(np.exp(np.interp(np.log(tokens), np.log(sizes), logs)))
+
+
+def fit_steps(
+    store: Store,
+    shape: ModelShape,
+    facts: DeviceFacts,
+    host: HostTerms,
+    provenance: Provenance,
+    *,
+    gemm_format: str = "bfloat16",
+    kv_dtype: str = "bfloat16",
+    rounds: set[int] | None = None,
+    key: str | None = None,
+    wander: float = 0.0,
+    options: Options = OPTIONS,
+) -> DeviceProfile:
+    """The profile of the measured steps. `wander` is the log spread of the machine itself, which no fit removes.
+
+    Raises `UsageError` when a kernel that every step needs was not measured.
+    """
+    rows = rows_of(store, shape, rounds=rounds, key=key)
+    fits: dict[str, KernelFit] = {}
+    for kind in ("gemm", "prefill", "decode", "elementwise", "sampler"):
+        mine = [row for row in rows if row.kind == kind]
+        if not mine:
+            raise UsageError(
+                f"no measured step has {kind} work; measure again with a larger --budget or --max-model-len"
+            )
+        fmt = GEMM_FORMATS[gemm_format if kind == "gemm" else "bfloat16"]
+        hw = hardware(facts, fmt, head_dim=shape.head_dim)
+        fits[kind] = _fit(kind, mine, hw, shape, wander, options, store)
+    return DeviceProfile(
+        schema=SCHEMA,
+        facts=facts,
+        gemm={gemm_format: fits["gemm"]},
+        prefill={kv_dtype: fits["prefill"]},
+        decode={kv_dtype: fits["decode"]},
+        elementwise=fits["elementwise"],
+        sampler=fits["sampler"],
+        host=host,
+        provenance=provenance,
+    )
+
+
+def _fit(
+    kind: KernelKind,
+    rows: list[Row],
+    hw: Hardware,
+    shape: ModelShape,
+    wander: float,
+    options: Options,
+    store: Store,
+) -> KernelFit:
+    samples = Samples(
+        kind,
+        np.array([row.point[0] for row in rows], np.float64),
+        np.array([row.point[1] for row in rows], np.float64),
+        np.array([row.seconds for row in rows]),
+        source=f"microbenchmarks of the engine's own steps ({sum(row.repeats for row in rows):,} runs)",
+        head_dim=shape.head_dim,
+    )
+    fixed = {"context_splits": 1.0} if kind == "prefill" else None
+    fit = fit_kernel(kind, samples, hw, options=options, fixed=fixed)
+    noise = float(np.median([row.spread for row in rows if row.repeats > 2] or [0.03]))
+    errors = fit.errors.model_copy(
+        update={"measured": round(float(np.hypot(fit.errors.measured or 0.0, wander)), 5)}
+    )
+    hull = dict(fit.hull)
+    coefficients = dict(fit.coefficients)
+    if kind in ("prefill", "decode"):
+        hull["head_dim"] = (float(shape.head_dim), float(shape.head_dim))
+    if kind == "prefill" and (far := _far_context(rows)) > 0:
+        coefficients["far_context"] = far
+    if kind == "decode":
+        bound = Kernel("decode", fit, hw)
+        coefficients["longest_share"] = _longest_share(store, bound, shape)
+    return fit.model_copy(
+        update={
+            "noise_log_std": round(max(noise, 0.003), 4),
+            "errors": errors,
+            "hull": hull,
+            "coefficients": coefficients,
+        }
+    )
+
+
+def _far_context(rows: Sequence[Row]) -> float:
+    """The longest earlier context that at least half of the chunk sizes met, from which a slope can be taken; or 0."""
+    chunks: dict[float, set[float]] = {}
+    for row in rows:
+        _, tokens, before = row.point[1]
+        if before > 0:
+            chunks.setdefault(before, set()).add(tokens)
+    sizes = len(set().union(*chunks.values())) if chunks else 0
+    return max((before for before, met in chunks.items() if 2 * len(met) >= sizes), default=0.0)
+
+
+def _longest_share(store: Store, decode: Kernel, shape: ModelShape) -> float:
+    """0 where a batch takes as long as its mean context says, 1 where as long as its longest; from uneven batches."""
+    heads, layers = (float(shape.num_heads), float(shape.num_kv_heads)), float(shape.num_layers)
+    rotary = _rotary(store.runs, layers)
+    found = []
+    for run in store.runs:
+        contexts = run.what.decodes
+        if run.what.chunks or len(set(contexts)) < 2:
+            continue
+        mean, longest = sum(contexts) / len(contexts), max(contexts)
+        low, high = (float(decode.seconds(heads, len(contexts), c)) for c in (mean, longest))
+        took = run.parts["attention"] / layers - rotary(float(len(contexts)))
+        if high > 1.05 * low:
+            found.append((took - low) / (high - low))
+    return round(float(np.clip(np.median(found), 0.0, 1.0)), 3) if found else 0.0
+
+
+def fastest(store: Store, shape: ModelShape) -> tuple[float, float]:
+    """(FLOP/s, weight and KV bytes/s) that any measured part reached."""
+    flops, read = 0.0, 0.0
+    for row in rows_of(store, shape):
+        if row.kind == "gemm":
+            (n, k), (m,) = row.point
+            flops = max(flops, 2.0 * n * k * m / row.seconds)
+            read = max(read, n * k * 2.0 / row.seconds)
+        elif row.kind == "decode":
+            (_, kv_heads), (batch, context) = row.point
+            read = max(read, batch * context * kv_heads * shape.head_dim * 4.0 / row.seconds)
+        elif row.kind == "prefill":
+            (heads, _), (batch, tokens, before) = row.point
+            pairs = batch * (tokens * before + tokens * (tokens + 1) / 2.0)
+            flops = max(flops, 4.0 * heads * shape.head_dim * pairs / row.seconds)
+    return flops, read
+
+
+def table_rows(rows: Iterable[Row], head_dim: int, dtype: str = "bfloat16") -> list[dict[str, object]]:
+    """Samples as rows of our own microbenchmark table (`calibration.bench_table`)."""
+    out: list[dict[str, object]] = []
+    for row in rows:
+        _, _, shape_axes, grid_axes = FORMULAS[row.kind]
+        cells = dict(zip((*shape_axes, *grid_axes), (*row.point[0], *row.point[1]), strict=True))
+        out.append(
+            {
+                "kind": row.kind,
+                "dtype": dtype,
+                **cells,
+                **({"head_dim": head_dim} if row.kind in ("prefill", "decode") else {}),
+                "latency_s": row.seconds,
+                "repeats": row.repeats,
+                "noise": round(row.spread, 5),
+            }
+        )
+    return out

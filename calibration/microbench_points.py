@@ -1,0 +1,122 @@
+"""Which steps to measure, the most telling first: corners of the grid before its middle, then where a curve jumps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from calibration.microbench_steps import Composition
+
+_TILE = 64
+"""Token counts on both sides of its multiples are measured: formulas step there, and so do most kernels."""
+_JUMP = 0.06
+"""How far, in logarithms, a time may lie off the line between its neighbours before the interval is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the engine may be asked to do."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_context: int
+    kv_tokens: int
+    """Tokens that the cache holds."""
+
+    def allows(self, what: Composition) -> bool:
+        """Whether such a step can happen."""
+        longest = max([*what.decodes, *(tokens + before for tokens, before in what.chunks)])
+        return (
+            longest <= self.max_context
+            and what.kv_tokens <= self.kv_tokens
+            and what.num_tokens <= max(self.max_num_batched_tokens, self.max_num_seqs)
+        )
+
+
+def reference(bounds: Bounds) -> Composition:
+    """The step that is measured again and again, to see the machine drift."""
+    return Composition((min(64, bounds.max_context),) * min(4, bounds.max_num_seqs))
+
+
+def corners_first(values: Sequence[int]) -> list[int]:
+    """Both ends, the middle, then the middles of what is between: any beginning covers the range."""
+    rows = sorted(set(values))
+    if len(rows) <= 2:
+        return rows[::-1]
+    order, spans = [len(rows) - 1, 0], [(0, len(rows) - 1)]
+    while spans:
+        low, high = spans.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            spans += [(low, middle), (middle, high)]
+    return [rows[i] for i in order]
+
+
+def octaves(low: int, high: int, step: float = 2.0) -> list[int]:
+    """`low`, then by factors of `step`, and `high` itself."""
+    count = max(0, math.ceil(math.log(high / low) / math.log(step))) if high > low else 0
+    return sorted({*(round(low * step**i) for i in range(count)), high})
+
+
+def plan_points(bounds: Bounds) -> list[Composition]:
+    """Every step of the base grid that the bounds allow, in the order in which to measure."""
+    batches = octaves(1, bounds.max_num_seqs)
+    contexts = octaves(min(16, bounds.max_context), bounds.max_context, 4.0)
+    most = min(bounds.max_num_batched_tokens, bounds.max_context)
+    edges = [m for t in (_TILE, 2 * _TILE, 4 * _TILE) for m in (t, t + 1) if m < most]
+    chunks = sorted({*octaves(min(8, most), most), *edges})
+    befores = [0, *octaves(16, max(bounds.max_context - 8, 16), 4.0)]
+    far = [b for b in befores if b]
+
+    ranked: list[tuple[int, Composition]] = []
+    for b, batch in enumerate(corners_first(batches)):
+        for c, context in enumerate(corners_first(contexts)):
+            ranked.append((b + c, Composition((context,) * batch)))
+    for t, tokens in enumerate(corners_first(chunks)):
+        ranked.append((t, Composition(chunks=((tokens, 0),))))
+        if tokens - 1 not in edges:
+            room = sorted({*(f for f in far if f + tokens <= bounds.max_context)})
+            ranked += [
+                (t + 1 + i, Composition(chunks=((tokens, before),)))
+                for i, before in enumerate(corners_first(room))
+            ]
+    # Tokens without anything to attend to: rotation and the writing of K and V by themselves.
+    for t, tokens in enumerate(corners_first(sorted({*octaves(1, most, 4.0)}))):
+        ranked.append((min(t, 2), Composition((1,) * tokens, sampled=1)))
+    for rank, batch in enumerate(corners_first([b for b in batches if b > 1])[:2]):
+        ranked += [(rank + 2, uneven) for uneven in uneven_pairs(batch, contexts)]
+    pair = min(64, most // 2)
+    if pair > 1:
+        ranked.append((3, Composition(chunks=((pair, 0), (pair, 0)))))
+    allowed = [(rank, what) for rank, what in ranked if bounds.allows(what)]
+    return list(dict.fromkeys(what for _, what in sorted(allowed, key=lambda item: item[0])))
+
+
+def uneven_pairs(batch: int, contexts: Sequence[int]) -> list[Composition]:
+    """A batch half short and half long: does the mean context set the time, or the longest?"""
+    if len(contexts) < 3:
+        return []
+    short, long = contexts[0], contexts[-2]
+    half = batch // 2
+    return [Composition((short,) * half + (long,) * (batch - half))]
+
+
+def next_cut(times: Mapping[int, float], *, least_gap: int = 8) -> int | None:
+    """The token count at which another measurement tells most: in the widest interval beside a bend.
+
+    A point bends where it lies off the line between its neighbours in double logarithms. None when all is smooth.
+    """
+    sizes = sorted(times)
+    best, where = _JUMP, None
+    for before, here, after in zip(sizes, sizes[1:], sizes[2:], strict=False):
+        x = [math.log(s) for s in (before, here, after)]
+        y = [math.log(times[s]) for s in (before, here, after)]
+        line = y[0] + (y[2] - y[0]) * (x[1] - x[0]) / (x[2] - x[0])
+        bend = abs(y[1] - line)
+        for low, high in ((before, here), (here, after)):
+            # A jump over a narrow gap is found already.
+            if high - low > least_gap and bend > best:
+                best, where = bend, (low + high) // 2
+    return where
