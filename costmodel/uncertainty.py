@@ -182,7 +182,7 @@ def spread_of(
         ("mixed", _attention(profile.decode_mixed, kv_name) or decode),
     ):
         kind: Group = "decode" if fit is decode else group  # type: ignore[assignment]
-        measured = fit is not None and Kernel(fit.kind, fit, hw).measured(shape) and model.head_dim == 128
+        measured = fit is not None and Kernel(fit.kind, fit, hw).measured(shape) and _same_head(fit, model)
         log_std, why = _error(fit, measured)
         groups.append(
             GroupSpread(group, f"{profile.name}/{kind}/{kv_name}", log_std, f"{kind}/{kv_name}: {why}")  # type: ignore[arg-type]
@@ -190,6 +190,11 @@ def spread_of(
     groups.append(GroupSpread("host", "host", HOST_LOG_STD, "host times are not measured by kernel tables"))
     attention_noise = decode.noise_log_std if decode is not None else noise
     return Spread(tuple(groups), (noise + attention_noise) / 2)
+
+
+def _same_head(fit: KernelFit, model: ModelShape) -> bool:
+    """Whether the fit is of this head size: 128 unless it says otherwise."""
+    return fit.hull.get("head_dim", (128.0, 128.0))[0] == model.head_dim
 
 
 def _attention(fits: Mapping[str, KernelFit], kv_name: str) -> KernelFit | None:
