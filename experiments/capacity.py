@@ -89,7 +89,7 @@ def find_capacity(
     stands in for the deployment's prices. Raises UsageError as `sim.deployment.simulate` does, and for promises that
     promise nothing.
     """
-    search = _Search(built, traffic, promises, full, pricer, told)
+    search = Search(built, traffic, promises, full, pricer, told)
     promises.check(traffic.workload(1.0, SHORT).tenants)
     lone = search.lone()
     why = _infeasible_alone(lone)
@@ -143,7 +143,7 @@ def _infeasible_alone(lone: Trial) -> str | None:
     return f"of requests that have the server to themselves, {words(worst)}"
 
 
-class _Search:
+class Search:
     """Tests at rungs of the ladder, each made once."""
 
     def __init__(
@@ -322,7 +322,9 @@ class _Search:
     def _settle(self, low: int, high: int) -> int | None:
         """Confirm the bracket with full-length runs, and go down where they disagree."""
         if self.unlimited:
-            return low
+            if self.final(low).sustained:
+                return low
+            self.unlimited = False
         step = 1
         while not self.final(low).sustained:
             high = low

@@ -100,9 +100,9 @@ class Steady:
 
     def workload(self, load: float, num_requests: int) -> Workload:
         if self.sessions:
-            return load_workload(self._at(load, num_requests), seed=self.seed)
+            return load_workload(self.spec_at(load, num_requests), seed=self.seed)
         if num_requests not in self._bases:
-            self._bases[num_requests] = load_workload(self._at(1.0, num_requests), seed=self.seed)
+            self._bases[num_requests] = load_workload(self.spec_at(1.0, num_requests), seed=self.seed)
         base = self._bases[num_requests]
         meta = dict(base.meta)
         if "request_rate" in meta:
@@ -115,7 +115,8 @@ class Steady:
     def requests_per_s(self, load: float) -> float:
         return load
 
-    def _at(self, load: float, num_requests: int) -> WorkloadSpec:
+    def spec_at(self, load: float, num_requests: int) -> WorkloadSpec:
+        """The workload's description at a load."""
         total = self.total_rate
         tenants = [
             tenant.model_copy(

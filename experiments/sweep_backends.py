@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -32,6 +35,23 @@ def attempt(runner: Runner, base: Params, task: Task) -> tuple[Task, Outcome]:
         return task, Outcome(None, " ".join(str(error).split()) or kind, kind)
 
 
+def _in_worker(parent: int, runner: Runner, base: Params, task: Task) -> tuple[Task, Outcome]:
+    _leave_with(parent)
+    return attempt(runner, base, task)
+
+
+@lru_cache(maxsize=1)
+def _leave_with(parent: int) -> None:
+    """End this process soon after its parent was killed; joblib's would wait for work for minutes."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 @dataclass(frozen=True, slots=True)
 class Local:
     """Processes of this machine, kept for the whole sweep, so that each works out a deployment once."""
@@ -46,10 +66,10 @@ class Local:
                 yield attempt(runner, base, task)
             return
         joblib: Any = import_module("joblib")
-        work = joblib.delayed(attempt)
+        work = joblib.delayed(_in_worker)
         parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered")
         try:
-            yield from parallel(work(runner, base, task) for task in tasks)
+            yield from parallel(work(os.getpid(), runner, base, task) for task in tasks)
         except RuntimeError as error:
             if type(error).__name__ != "TerminatedWorkerError":
                 raise

@@ -28,6 +28,7 @@ COMMANDS = (
     ("simulate", "simulate:simulate", "Run a workload on a deployment and judge it."),
     ("serve", "serve:serve", "Serve the OpenAI API in front of the engine, or of the twin of a deployment."),
     ("capacity", "capacity:capacity", "Find the highest load that a deployment sustains under an SLO."),
+    ("plan", "plan:plan", "Find the cheapest fleet that keeps its promises under a traffic."),
     ("sweep", "sweep:sweep", "Run many points over any flags, in parallel; results in Parquet as they come."),
     ("memory", "memory:memory", "Work out where a GPU's memory goes and how many KV pages are left."),
     ("diff", "diff:diff", "Explain why two runs differ: workload, schedule, kernel times or host."),
