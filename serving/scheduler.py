@@ -232,10 +232,10 @@ class Scheduler:
                 self.config.async_scheduling or self.config.num_speculative_tokens
             ):
                 seqs.publish(slot, int(seqs.computed[slot] - max(0, seqs.target[slot] - seqs.known[slot])))
-            if kept >= room:
-                finished.append(self._finish(slot, "length"))
-            elif (reason := _stopped(outcome, row)) is not None:
-                finished.append(self._finish(slot, reason))
+            # A stop condition met by the very token that reaches the limit comes first, as in vLLM.
+            reason = _stopped(outcome, row) if kept == count else None
+            if reason is not None or kept >= room:
+                finished.append(self._finish(slot, reason or "length"))
         return finished
 
     def _append_stale(self, request: Request, count: int, tokens: object, stopped: str | None) -> bool:
@@ -247,7 +247,7 @@ class Scheduler:
             request.keys.extend(tokens[:kept])
         if kept >= room or (stopped is not None and count):
             self.waiting.remove(request)
-            self._end(request, stopped if kept < room and stopped is not None else "length")
+            self._end(request, stopped if kept == count and stopped is not None else "length")
             return True
         return False
 
