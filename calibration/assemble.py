@@ -15,6 +15,7 @@ import numpy as np
 
 from calibration import bench_table, lss, vidur
 from calibration.fit import DEFAULT_OPTIONS, Options, fit_kernel, grid_groups, shape_groups
+from calibration.mixed import fit_empty_block, without_empty_blocks
 from calibration.sources import read_sources
 from calibration.tables import (
     Samples,
@@ -211,6 +212,7 @@ def fit_profile(
     fits: dict[str, dict[str, KernelFit]] = {}
     singles: dict[str, KernelFit] = {}
     for (group, name), some in samples.items():
+        fixed = {"context_splits": context_splits} if group == "prefill" else {}
         if not len(some):
             progress(f"{facts.name} {group} {name}: nothing left of its rows ({_reasons(some)})")
             continue
@@ -218,9 +220,11 @@ def fit_profile(
             if "bfloat16" not in fits.get("prefill", {}):
                 progress(f"{facts.name} mixed: no prompts by themselves to tell its decodes from")
                 continue
-            some = lss.decode_share(some, fits["prefill"]["bfloat16"], hardware(facts))
+            alone, hw = fits["prefill"]["bfloat16"], hardware(facts)
+            fixed["empty_block_s"] = fit_empty_block(some, alone, hw)
+            some = lss.decode_share(without_empty_blocks(some, hw, fixed["empty_block_s"]), alone, hw)
             group = "decode_mixed"
-        fit = _fit(group, name, some, facts, options, context_splits)
+        fit = _fit(group, name, some, facts, options, fixed)
         progress(f"{facts.name} {group} {name}: {fit.errors} ({fit.num_points:,} points; {_reasons(some)})")
         if name:
             fits.setdefault(group, {})[name] = fit
@@ -277,7 +281,12 @@ def all_samples(tables: Sequence[Table], facts: DeviceFacts) -> dict[tuple[str, 
 
 
 def _fit(
-    group: str, name: str, samples: Samples, facts: DeviceFacts, options: Options, context_splits: float
+    group: str,
+    name: str,
+    samples: Samples,
+    facts: DeviceFacts,
+    options: Options,
+    fixed: dict[str, float],
 ) -> KernelFit:
     hw = hardware(
         facts,
@@ -291,7 +300,7 @@ def _fit(
         hw,
         options=options,
         groups=grid_groups if group in ("all_reduce", "sampler") else shape_groups,
-        fixed={"context_splits": context_splits} if group == "prefill" else None,
+        fixed=fixed,
     )
     if samples.noise is not None:
         fit = fit.model_copy(update={"noise_log_std": round(samples.noise, 4)})

@@ -1,8 +1,8 @@
 """Host time that asynchronous scheduling does not hide: fitted on one real run, checked on another.
 
-Two named terms: `gap_step_s`, device idle before every step, and `gap_prefill_s`, more of it before a step with a
-prompt chunk (it runs outside full CUDA graphs). The fit is the least-squares one of the relative errors of a run's
-figures, neither term below 0. Fitted terms are reported; the shipped profiles leave both at 0.
+Three named terms: device idle before every step, more of it before a step with a prompt chunk (it runs outside full
+CUDA graphs), and more for every sequence of a step. The fit is the least-squares one of the relative errors of the
+runs' figures, no term below 0. Fitted terms are reported; the shipped profiles leave all at 0.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from calibration.validate import Repricer, compare_case
 from costmodel.pricer import StepPricer
 from sim.record import Floats
 
-_STEPS_S = (2e-4, 1e-3)
-"""Finite differences of the two terms."""
+_STEPS_S = (2e-4, 1e-3, 5e-6)
+"""Finite differences of the three terms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Seconds that the device waits for the host: before every step, and besides before one with prompt chunks."""
+    """Seconds that the device waits for the host: before every step, besides before one with prompt chunks, and
+    besides for each sequence."""
 
     step_s: float = 0.0
     prefill_s: float = 0.0
+    per_seq_s: float = 0.0
 
     def reprice(self, pricer: StepPricer) -> GappedPricer:
         """Prices with these gaps: a `Repricer` of `calibration.validate`."""
@@ -53,37 +55,46 @@ class GappedPricer:
         seconds = self._pricer.step_s(
             num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max
         )
-        return seconds + self._gaps.step_s + (self._gaps.prefill_s if prefills else 0.0)
+        gaps = self._gaps
+        gap_s = gaps.step_s + (num_decodes + len(prefills)) * gaps.per_seq_s
+        return seconds + (gap_s + (gaps.prefill_s if prefills else 0.0))
 
     def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
         """As `StepPricer.decode_run_s`, gaps included."""
-        return self._pricer.decode_run_s(num_decodes, context_sum, context_max, num_steps) + self._gaps.step_s
+        seconds = self._pricer.decode_run_s(num_decodes, context_sum, context_max, num_steps)
+        return seconds + (self._gaps.step_s + num_decodes * self._gaps.per_seq_s)
 
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         """As `StepPricer.host_s`."""
         return self._pricer.host_s(num_seqs, num_tokens)
 
 
-def fit_gaps(case: Case, *, rounds: int = 4) -> Gaps:
-    """The gaps, at least 0, with the smallest squared relative errors of the case's figures.
+def fit_gaps(*cases: Case, per_seq: bool = False, rounds: int = 4) -> Gaps:
+    """The gaps, at least 0, with the smallest squared relative errors of the cases' figures.
+
+    `per_seq` fits the time of a sequence too, which a run of even batches cannot tell from that of a step.
 
     Gauss-Newton; a schedule that tips over makes the figures jump, so the best of its steps is returned.
     """
     from scipy.optimize import nnls
 
-    at = best = np.zeros(2)
-    here = _errors(case, at)
+    terms = 3 if per_seq else 2
+    at = best = np.zeros(terms)
+    here = _errors(cases, at)
     least = float(here @ here)
     for _ in range(rounds):
         slopes = np.stack(
-            [(_errors(case, at + np.eye(2)[i] * step) - here) / step for i, step in enumerate(_STEPS_S)],
+            [
+                (_errors(cases, at + np.eye(terms)[i] * step) - here) / step
+                for i, step in enumerate(_STEPS_S[:terms])
+            ],
             axis=1,
         )
         at, _rest = nnls(slopes, slopes @ at - here)
-        here = _errors(case, at)
+        here = _errors(cases, at)
         if float(here @ here) < least:
             best, least = at, float(here @ here)
-    return Gaps(float(best[0]), float(best[1]))
+    return Gaps(*best.tolist())
 
 
 def with_gaps(case: Case, gaps: Gaps) -> Comparison:
@@ -92,6 +103,6 @@ def with_gaps(case: Case, gaps: Gaps) -> Comparison:
     return compare_case(case, reprice=reprice)
 
 
-def _errors(case: Case, gaps_s: Floats) -> Floats:
-    found = with_gaps(case, Gaps(float(gaps_s[0]), float(gaps_s[1])))
-    return np.array([f.error for f in found.counted()])
+def _errors(cases: Sequence[Case], gaps_s: Floats) -> Floats:
+    gaps = Gaps(*gaps_s.tolist())
+    return np.array([f.error for case in cases for f in with_gaps(case, gaps).counted()])

@@ -23,6 +23,7 @@ Ints = npt.NDArray[np.intp]
 _NOT_FITTED: dict[str, tuple[str, ...]] = {
     "prefill": ("context_splits", "pack_gqa", "query_tile"),
     "decode": ("mha_splits",),
+    "decode_mixed": ("empty_block_s",),
 }
 """Coefficients that are switches: given, or chosen among `_CHOICES` by what fits best."""
 

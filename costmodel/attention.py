@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodel.formats import hardware
+from costmodel.kernels import empty_tile_s
 from costmodel.layers import monotone
 from costmodel.model import ModelShape
 from costmodel.predict import Kernel
@@ -76,6 +77,12 @@ class Attention:
         self._tables: dict[str, tuple[Floats, Floats]] = {}
         self.launch_s = self._prefill.launch_s * self._layers
         self.decode_launch_s = self._decode.launch_s * self._layers
+        self.empty_tile_s = 0.0
+        """One query tile of a varlen kernel that has nothing to do (`costmodel.kernels.empty_tile_s`)."""
+        if self._mixed is not None:
+            self.empty_tile_s = (
+                empty_tile_s(self._mixed.coefficients, self._hw, self._shape[0]) * self._layers
+            )
 
     def _fit(self, profile: DeviceProfile, group: str, kv_name: str) -> KernelFit | None:
         fits: dict[str, KernelFit] = getattr(profile, group)

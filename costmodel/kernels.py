@@ -203,13 +203,28 @@ MIXED_DEFAULTS: dict[str, float] = {
     "occupancy_half": 0.25,
     "smoothing": 4.0,
     "per_seq_s": 3e-7,
+    "empty_block_s": 0.0,
 }
+MIXED_QUERY_TILE = 64
+"""Query rows of a thread block of FlashAttention 2's kernel for paged caches."""
+
+
+def empty_tile_s(c: Coefficients, hw: Hardware, heads: float) -> float:
+    """What one query tile without work costs a kernel that prefills several sequences, or prefills and decodes.
+
+    The grid has as many query tiles for every sequence as the longest chunk needs; a sequence with fewer (a decode
+    has one) leaves blocks that start, find nothing to do and exit: `empty_block_s` each of a multiprocessor.
+    """
+    return heads * c["empty_block_s"] / hw.num_sms
 
 
 def decode_mixed_s(
     c: Coefficients, hw: Hardware, heads: Floats, kv_heads: Floats, batch: Floats, context: Floats
 ) -> Floats:
-    """What `batch` decode rows add to a kernel that also prefills: no KV split, one block per query head."""
+    """What `batch` decode rows add to a kernel that also prefills: no KV split, one block per query head.
+
+    Their empty blocks (`empty_tile_s`) depend on the prefill and come on top.
+    """
     occupancy = batch * heads / hw.num_sms
     share = np.minimum(occupancy / (occupancy + c["occupancy_half"]) * (1.0 + c["occupancy_half"]), 1.0)
     moved = batch * kv_heads * context * (2.0 * hw.head_dim * hw.kv_bytes)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from costmodel.attention import Attention, DecodeCurve
 from costmodel.formats import gemm_format, kv_format
+from costmodel.kernels import MIXED_QUERY_TILE
 from costmodel.layers import LinearLayers, monotone
 from costmodel.model import ModelShape
 from costmodel.profile import DeviceProfile
@@ -21,6 +22,7 @@ from serving.errors import UsageError
 
 Floats = npt.NDArray[np.float64]
 
+_TILE_LESS_1 = MIXED_QUERY_TILE - 1
 MAX_GRAPH_TOKENS = 512
 """Largest batch vLLM captures a CUDA graph for by default."""
 
@@ -80,6 +82,7 @@ class StepPricer:
         self._last_knot = len(self._knots) - 2
         self._decode_launch_s = self._attention.decode_launch_s
         self._prefill_launch_s = self._attention.launch_s
+        self._empty_tile_s = self._attention.empty_tile_s
         self._host = profile.host
         self._linear: list[float] = []
         self._head: list[float] = []
@@ -123,6 +126,7 @@ class StepPricer:
             self._share_slope,
         )
         window = self._window
+        most = tiles = 0
         for chunk, before in prefills:
             if chunk >= len(alone):
                 self._grow_prefill(chunk)
@@ -133,6 +137,12 @@ class StepPricer:
             if by_itself > longest:
                 longest = by_itself
             work = work + (share[chunk] + share_slope[chunk] * seen)
+            if chunk > most:
+                most = chunk
+            tiles += (chunk + _TILE_LESS_1) // MIXED_QUERY_TILE
+        # One kernel, as many query tiles for each sequence as for the longest chunk.
+        grid = (len(prefills) + num_decodes) * ((most + _TILE_LESS_1) // MIXED_QUERY_TILE)
+        work = work + (grid - tiles - num_decodes) * self._empty_tile_s
         if num_decodes:
             work, last = self._mixed_s(work, num_decodes, decode_context_sum, decode_context_max)
             if last > longest:

@@ -86,16 +86,27 @@ def _series(runs: dict[str, Comparison]) -> str:
 
 def _gaps(folder: Path) -> str:
     cases = {name: read_runs(folder, run, None, None) for name, run in RUNS.items()}
-    fitted = {"none": Gaps()} | {f"fitted on {name}": fit_gaps(case) for name, case in cases.items()}
+    fitted = {"none": Gaps()} | {
+        f"fitted on {name}": fit_gaps(case, per_seq=True) for name, case in cases.items()
+    }
+    fitted["fitted on both"] = fit_gaps(*cases.values(), per_seq=True)
     rows = []
     for name, gaps in fitted.items():
         row = [name, f"{gaps.step_s * 1e3:.2f} ms", f"{gaps.prefill_s * 1e3:.2f} ms"]
+        row.append(f"{gaps.per_seq_s * 1e6:.1f} µs")
         for case in cases.values():
             found = with_gaps(case, gaps)
             row.append(f"{found.mean_error():.2%} / {found.worst().error:+.2%}")
         rows.append(row)
     return _table(
-        ["host gaps", "a step", "a step with prompts", *(f"{n}: mean / largest" for n in cases)], rows
+        [
+            "host gaps",
+            "a step",
+            "a step with prompts",
+            "a sequence",
+            *(f"{n}: mean / largest" for n in cases),
+        ],
+        rows,
     )
 
 

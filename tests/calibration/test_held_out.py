@@ -9,6 +9,8 @@ import pytest
 
 from calibration.assemble import decode_samples, gemm_samples, prefill_samples
 from calibration.fit import leave_nk_out, leave_shape_out
+from calibration.lss import layer_samples
+from calibration.mixed import fit_empty_block, held_out_mixed_error
 from calibration.ship import RECIPES, build
 from calibration.tables import read_table
 from costmodel.datasheet import device_facts
@@ -64,8 +66,8 @@ def test_shipped_profiles_are_what_the_command_makes() -> None:
 
 @pytest.mark.parametrize("gpu", ["rtx4090", "rtxpro6000"])
 def test_steps_of_a_layer_profile_are_reproduced(gpu: str) -> None:
-    """Llama-3.1-8B from the layers it was fitted to: linear layers within 2 %, decodes 1 %, mixed batches
-    10 %."""
+    """Llama-3.1-8B from the layers it was fitted to: linear layers within 2 %, decodes 1 %, attention of mixed
+    batches 8 %, which is 2.5 % of the step."""
     price = StepPricer(
         load_model("llama-3.1-8b"), load_profile(gpu), max_num_batched_tokens=4096, max_num_seqs=256
     )
@@ -80,17 +82,35 @@ def test_steps_of_a_layer_profile_are_reproduced(gpu: str) -> None:
         whole = layers * (sum(t.values()) + t["layernorm"]) + ends  # the norm runs twice a layer
         linear.append(price.step_s(tokens, 0, (), 0, 0, 0) / whole - 1)
     assert np.mean(np.abs(linear)) < 0.02
-    errors: dict[str, list[float]] = {"decode": [], "prefill": [], "mixed": []}
+    errors: dict[str, list[float]] = {"decode": [], "prefill": [], "mixed": [], "mixed step": []}
     for row in read_table(KERNELS / f"{stem}_attention.csv").rows:
         chunk, before = int(row["prefill_chunk"]), int(row["kv_prefill"])
         batch, context = int(row["n_decode"]), int(row["kv_decode"])
         prefills = [(chunk, before)] if chunk else []
         tokens = chunk + batch
         step = price.step_s(tokens, 0, prefills, batch, batch * context, context)
-        attention = (step - price.step_s(tokens, 0, (), 0, 0, 0)) / layers
+        linear_s = price.step_s(tokens, 0, (), 0, 0, 0)
+        attention, measured = (step - linear_s) / layers, float(row["time_us"]) * 1e-6
+        if chunk and batch:
+            errors["mixed step"].append(step / (linear_s + layers * measured) - 1)
         kind = "decode" if not chunk else "mixed" if batch else "prefill"
-        errors[kind].append(attention / (float(row["time_us"]) * 1e-6) - 1)
+        errors[kind].append(attention / measured - 1)
     assert np.mean(np.abs(errors["decode"])) < 0.01
     assert np.mean(np.abs(errors["prefill"])) < 0.05
-    assert np.mean(np.abs(errors["mixed"])) < 0.10
+    assert np.mean(np.abs(errors["mixed"])) < 0.08
+    assert np.mean(np.abs(errors["mixed step"])) < 0.025
     assert abs(np.mean(errors["mixed"])) < 0.02
+
+
+@pytest.mark.parametrize("gpu", ["rtx4090", "rtxpro6000"])
+def test_empty_blocks_of_mixed_batches_on_unseen_chunk_lengths(gpu: str) -> None:
+    """About 0.3 us of a multiprocessor each on both GPUs, and a better guess at chunks that were left out."""
+    facts, prefill = device_facts(gpu), load_profile(gpu).prefill["bfloat16"]
+    tables = [read_table(path) for path in sorted(KERNELS.glob(f"kernels_lss_{gpu}_*_attention.csv"))]
+    mixed = layer_samples(tables, facts)["mixed"]
+    assert 2.5e-7 < fit_empty_block(mixed, prefill, hardware(facts)) < 4e-7
+    without, with_them = (
+        held_out_mixed_error(mixed, prefill, hardware(facts), empty_blocks=some) for some in (False, True)
+    )
+    assert with_them < 0.085
+    assert with_them < without - 0.01

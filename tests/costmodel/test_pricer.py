@@ -106,6 +106,28 @@ def test_uneven_contexts_cost_at_least_as_much_and_equal_ones_nothing() -> None:
     assert even == p.step_s(16, 16, (), 16, 16 * 1000, 1)
 
 
+def test_the_longest_chunk_gives_every_sequence_of_the_step_its_grid_of_thread_blocks() -> None:
+    """FlashAttention 2: a decode beside a chunk of C tokens leaves ceil(C / 64) - 1 query tiles of empty blocks."""
+    p = pricer("rtx4090", max_num_batched_tokens=4096, max_num_seqs=256)
+    tile_s = p._attention.empty_tile_s
+    assert tile_s == pytest.approx(
+        32 * 32 * p.profile.decode_mixed["bfloat16"].coefficients["empty_block_s"] / 128
+    )
+
+    def rows_s(chunk: int, batch: int) -> float:
+        args = [(chunk, 0)], batch, batch * 1000, 1000
+        return p.step_s(4000, 200, *args) - p.step_s(4000, 200, [(chunk, 0)], 0, 0, 0)
+
+    # What 128 decodes add to a chunk that fills the device grows with its length by just the empty blocks.
+    assert rows_s(3840, 128) - rows_s(1920, 128) == pytest.approx(128 * 30 * tile_s, rel=0.02)
+    # So do shorter chunks: 16 tiles less of their own, 16 empty ones.
+    even = p.step_s(4000, 4, [(1024, 0), (1024, 0)], 0, 0, 0)
+    uneven = p.step_s(4000, 4, [(1024, 0), (1024, 0), (16, 0)], 0, 0, 0)
+    assert uneven - even >= 15 * tile_s
+    # FlashAttention 3 has no such grid.
+    assert pricer("h200")._attention.empty_tile_s == 0.0
+
+
 def test_decodes_beside_a_prefill_cost_more_where_the_kernel_cannot_split() -> None:
     """RTX 4090 (FlashAttention 2): measured mixed rows cost about twice the decodes alone."""
     p = pricer("rtx4090", max_num_batched_tokens=2048, max_num_seqs=256)
