@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 from experiments.capacity import Capacity, unit
-from experiments.capacity_trial import Outcome, Trial
+from experiments.capacity_trial import Outcome, Trial, in_ms
 from sim.deployment import Built
 from sim.hull import Extrapolation
 
@@ -133,11 +133,7 @@ def _alone(found: Capacity) -> list[str]:
 def _short(outcome: Outcome) -> str:
     if outcome.name == "slo_attainment":
         return f"{outcome.value:.1%} of requests good ({outcome.limit:.0%} asked for)"
-    return f"{outcome.label} {_ms(outcome.value)} of {outcome.limit * 1000:g} ms"
-
-
-def _ms(value_s: float) -> str:
-    return f"{value_s * 1000:,.4g} ms" if math.isfinite(value_s) else "infinite"
+    return f"{outcome.label} {in_ms(outcome.value)} of {in_ms(outcome.limit)}"
 
 
 def _table(trials: tuple[Trial, ...], variable: str) -> list[str]:
@@ -157,7 +153,7 @@ def _column(outcome: Outcome) -> str:
 
 
 def _cell(outcome: Outcome) -> str:
-    return f"{outcome.value:.1%}" if outcome.name == "slo_attainment" else _ms(outcome.value)
+    return f"{outcome.value:.1%}" if outcome.name == "slo_attainment" else in_ms(outcome.value)
 
 
 def _why(trial: Trial) -> str:

@@ -130,9 +130,16 @@ def words(outcome: Outcome) -> str:
     if outcome.name == "slo_attainment":
         verb = "at least" if outcome.kept else "below"
         return f"{outcome.value:.1%} of requests are good, {verb} the {outcome.limit:.1%} asked for"
-    value = f"{outcome.value * 1000:,.4g} ms" if math.isfinite(outcome.value) else "without a value"
     side = "within" if outcome.kept else "over"
-    return f"{outcome.label} is {value}, {side} the limit of {outcome.limit * 1000:,.6g} ms"
+    return f"{outcome.label} is {in_ms(outcome.value)}, {side} the limit of {in_ms(outcome.limit)}"
+
+
+def in_ms(value_s: float) -> str:
+    """Such as "4.989 ms" or "24,140 ms"."""
+    if not math.isfinite(value_s):
+        return "infinite"
+    value = value_s * 1000
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
 
 
 def judge(

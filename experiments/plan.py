@@ -99,6 +99,11 @@ class Fleet:
         rate = self.summary.output_throughput
         return watts / rate if rate > 0 else math.inf
 
+    def doubtful(self, promises: Promises) -> tuple[str, ...]:
+        """SLOs that the run keeps and whose interval reaches beyond their limit."""
+        ends = {slo: self.intervals.get(slo.name) for slo in promises.slos}
+        return tuple(slo.label for slo, end in ends.items() if end is not None and end[1] > slo.limit_s)
+
     def headroom(self, load: float) -> float | None:
         """Share by which the load could rise before a promise breaks; None where it was not searched."""
         if self.capacity is None or self.capacity.load is None:
@@ -197,7 +202,7 @@ def make_plan(
             pruned.append(found)
         else:
             fleets.append(found)
-    fleets.sort(key=lambda f: (f.usd_per_hour, f.gpus, f.trial.worst.ratio))
+    fleets.sort(key=lambda f: (f.usd_per_hour, f.trial.worst.ratio))  # of equals, the one with more to spare
     fleets = _with_front(fleets[:top])
     finished = []
     for rank, fleet in enumerate(fleets):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.capacity_trial import Promises
+from experiments.capacity_trial import Promises, in_ms
 from sim.deployment import Built
 from sim.latency import percentile_s, pooled
 from sim.metrics import limits
@@ -69,7 +69,7 @@ def broken(bounds: Bounds, workload: Workload, promises: Promises) -> str | None
             float(values.mean()) if slo.percentile is None else percentile_s(pooled(values), slo.percentile)
         )
         if least > slo.limit_s:
-            return f"{slo.label} is at least {least * 1000:,.4g} ms, over {slo.limit_s * 1000:g} ms"
+            return f"{slo.label} is at least {in_ms(least)}, over {in_ms(slo.limit_s)}"
     if promises.limited(workload.tenants):
         score = np.zeros(len(workload))
         for metric in ("ttft", "tpot", "e2el"):

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 from experiments.capacity import unit
+from experiments.capacity_trial import in_ms
 from experiments.plan import Fleet, Plan, front_point, label
 
 WIDTH = 80
@@ -61,6 +62,11 @@ def plan_lines(plan: Plan) -> list[str]:
     for fleet, name in zip(plan.fleets[:2], ("Winner", "Runner-up"), strict=False):
         lines += _wrap(f"{name}: bound by {fleet.bound.words}; {fleet.bound.evidence}.")
         lines += _wrap(_interval_words(fleet)) if fleet.intervals else []
+        doubtful = fleet.doubtful(plan.promises)
+        if doubtful:
+            lines += _wrap(
+                f"  Not certain: the interval of {' and '.join(doubtful)} reaches beyond the limit."
+            )
     lines += [" What would flip the choice ".center(WIDTH, "=")]
     for sentence in flips(plan):
         lines += _wrap(sentence)
@@ -249,6 +255,7 @@ def _fleet_json(plan: Plan, fleet: Fleet) -> dict[str, Any]:
         "bound": fleet.bound.kind,
         "num_requests": fleet.trial.num_requests,
         "on_pareto_front": fleet.on_front,
+        "doubtful": list(fleet.doubtful(plan.promises)),
     }
 
 
@@ -271,10 +278,15 @@ def _table(plan: Plan) -> list[str]:
 
 def _interval_words(fleet: Fleet) -> str:
     names = {"p95_ttft": "P95 TTFT", "p95_tpot": "P95 TPOT", "p95_e2el": "P95 E2EL"}
-    parts = [
-        f"{names[name]} {_p95_ms(fleet, name[4:]):,.4g} ms [{low * 1000:,.4g} to {high * 1000:,.4g}]"
-        for name, (low, high) in fleet.intervals.items()
-    ]
+    parts = []
+    for name, (low, high) in fleet.intervals.items():
+        own = _p95_ms(fleet, name[4:]) / 1000
+        # Beside saturation an interval has no end worth a number.
+        ends = (
+            f"{'<' if low < own / 10 else ''}{in_ms(max(low, own / 10)).removesuffix(' ms')} to "
+            f"{'>' if high > own * 10 else ''}{in_ms(min(high, own * 10)).removesuffix(' ms')}"
+        )
+        parts.append(f"{names[name]} {in_ms(own)} [{ends}]")
     return "  95% intervals: " + "; ".join(parts) + "."
 
 
