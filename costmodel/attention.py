@@ -21,7 +21,7 @@ from costmodel.profile import DeviceProfile, KernelFit
 Floats = npt.NDArray[np.float64]
 
 _FAR_CONTEXT = 8192.0
-"""Context at which the slope of a chunk's time in earlier context is taken."""
+"""Context at which the slope of a chunk's time in earlier context is taken, unless a fit says `far_context`."""
 
 _CROWD = 64.0
 """Chunks side by side at which a chunk's share of a busy device is taken."""
@@ -65,9 +65,12 @@ class Attention:
         self._decode = Kernel("decode", self._fit(profile, "decode", kv_name), self._hw)
         mixed = profile.decode_mixed.get(kv_name) or profile.decode_mixed.get("bfloat16")
         self._mixed = Kernel("decode_mixed", mixed, self._hw) if mixed else None
-        if model.head_dim != 128:
+        fit = self._decode.fit
+        measured = int(fit.hull.get("head_dim", (128.0, 128.0))[0]) if fit is not None else 128
+        if model.head_dim != measured:
             self.notes.append(
-                f"attention: head_dim {model.head_dim} was not measured (128 was), scaled by bytes and FLOPs"
+                f"attention: head_dim {model.head_dim} was not measured ({measured} was), "
+                "scaled by bytes and FLOPs"
             )
         octaves = int(np.ceil(4 * np.log2(max(max_context, 131072)))) + 1
         self.knots_array = np.unique(np.rint(2.0 ** (np.arange(octaves + 1) / 4.0)))
@@ -77,6 +80,8 @@ class Attention:
         self._tables: dict[str, tuple[Floats, Floats]] = {}
         self.launch_s = self._prefill.launch_s * self._layers
         self.decode_launch_s = self._decode.launch_s * self._layers
+        self.longest_share = self._decode.coefficients.get("longest_share", 0.0)
+        """0 where a batch's mean context sets its time, 1 where its longest does (rows padded to the longest)."""
         self.empty_tile_s = 0.0
         """One query tile of a varlen kernel that has nothing to do (`costmodel.kernels.empty_tile_s`)."""
         if self._mixed is not None:
@@ -109,15 +114,14 @@ class Attention:
             np.concatenate([[1.0], np.arange(16.0, 64.0, 16.0), np.arange(64.0, max_tokens + 64.0, 64.0)])
         )
         lone = self._prefill_at(1.0, steps, 0.0)
-        lone_far = self._prefill_at(1.0, steps, _FAR_CONTEXT)
+        far = self._prefill.coefficients.get("far_context", _FAR_CONTEXT)
+        lone_far = self._prefill_at(1.0, steps, far)
         crowd = self._prefill_at(_CROWD, steps, 0.0)
-        crowd_far = self._prefill_at(_CROWD, steps, _FAR_CONTEXT)
+        crowd_far = self._prefill_at(_CROWD, steps, far)
         alone = monotone(lone)
-        alone_slope = monotone(np.maximum(lone_far - lone, 0.0) / _FAR_CONTEXT)
+        alone_slope = monotone(np.maximum(lone_far - lone, 0.0) / far)
         share = monotone(np.minimum(np.maximum(crowd - self.launch_s, 0.0) / _CROWD, alone))
-        share_slope = np.minimum(
-            monotone(np.maximum(crowd_far - crowd, 0.0) / (_CROWD * _FAR_CONTEXT)), alone_slope
-        )
+        share_slope = np.minimum(monotone(np.maximum(crowd_far - crowd, 0.0) / (_CROWD * far)), alone_slope)
         every = np.arange(max_tokens + 1, dtype=np.float64)
         tables = [np.interp(every, steps, t) for t in (alone, alone_slope, share, share_slope)]
         return tables[0], tables[1], tables[2], tables[3]

@@ -82,6 +82,7 @@ class StepPricer:
         self._last_knot = len(self._knots) - 2
         self._decode_launch_s = self._attention.decode_launch_s
         self._prefill_launch_s = self._attention.launch_s
+        self._longest_share = self._attention.longest_share
         self._empty_tile_s = self._attention.empty_tile_s
         self._host = profile.host
         self._linear: list[float] = []
@@ -162,7 +163,8 @@ class StepPricer:
         total = self._linear[num_decodes] + self._head[num_decodes]
         curve = self._attention.decode_curve(num_decodes)
         step = np.arange(num_steps)
-        mean = np.minimum((step * num_decodes + context_sum) / num_decodes, self._window)
+        mean = (step * num_decodes + context_sum) / num_decodes
+        mean = np.minimum(mean + self._longest_share * ((step + context_max) - mean), self._window)
         knot = np.minimum(np.searchsorted(self._knots_array, mean, side="right") - 1, self._last_knot)
         attention = curve.values_array[knot] + (mean - self._knots_array[knot]) * curve.slopes_array[knot]
         most = np.minimum(step + context_max, self._window)
@@ -176,7 +178,7 @@ class StepPricer:
 
     def _decode_s(self, num_decodes: int, context_sum: int, context_max: int) -> float:
         curve = self._attention.decode_curve(num_decodes)
-        attention = self._on_curve(curve, context_sum / num_decodes)
+        attention = self._on_curve(curve, self._effective(num_decodes, context_sum, context_max))
         most = context_max if context_max < self._window else self._window
         longest = self._decode_launch_s + most * curve.longest_slope
         return longest if longest > attention else attention
@@ -188,7 +190,12 @@ class StepPricer:
         curve = self._attention.mixed_curve(num_decodes)
         most = context_max if context_max < self._window else self._window
         longest = self._prefill_launch_s + most * curve.longest_slope
-        return work + self._on_curve(curve, context_sum / num_decodes), longest
+        return work + self._on_curve(curve, self._effective(num_decodes, context_sum, context_max)), longest
+
+    def _effective(self, num_decodes: int, context_sum: int, context_max: int) -> float:
+        """The equal context that would take as long: the mean, or nearer to the longest where rows are padded."""
+        mean = context_sum / num_decodes
+        return mean + self._longest_share * (context_max - mean)
 
     def _on_curve(self, curve: DecodeCurve, mean: float) -> float:
         if mean > self._window:
