@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibration.fit import Options, fit_kernel
+from calibration.fit import Options, fit_kernel, grid_groups
 from calibration.microbench_run import Measured, Store, steadied
 from calibration.microbench_steps import GEMMS, repeated
 from calibration.tables import Samples
@@ -35,7 +35,7 @@ from serving.errors import UsageError
 Point = tuple[tuple[float, ...], tuple[float, ...]]
 """(shape, grid) of a sample."""
 
-OPTIONS = Options(folds=0, prior_weight=0.02, max_evaluations=40)
+OPTIONS = Options(folds=4, max_evaluations=40)
 _LEAST_SHARE = 0.02
 """Attention that is left after rotation is at least this share of the whole: differences of noisy times."""
 
@@ -135,6 +135,7 @@ def fit_steps(
     """
     rows = rows_of(store, shape, rounds=rounds, key=key)
     fits: dict[str, KernelFit] = {}
+    steady = Store(store.header, runs=steadied(store.runs, key) if key is not None else store.runs)
     for kind in ("gemm", "prefill", "decode", "elementwise", "sampler"):
         mine = [row for row in rows if row.kind == kind]
         if not mine:
@@ -143,13 +144,17 @@ def fit_steps(
             )
         fmt = GEMM_FORMATS[gemm_format if kind == "gemm" else "bfloat16"]
         hw = hardware(facts, fmt, head_dim=shape.head_dim)
-        fits[kind] = _fit(kind, mine, hw, shape, wander, options, store)
+        fits[kind] = _fit(kind, mine, hw, shape, wander, options, steady)
+    hw = hardware(facts, head_dim=shape.head_dim)
+    beside = _mixed_rows(steady, shape, Kernel("prefill", fits["prefill"], hw), rounds)
+    mixed = {kv_dtype: _fit("decode_mixed", beside, hw, shape, wander, options, steady)} if beside else {}
     return DeviceProfile(
         schema=SCHEMA,
         facts=facts,
         gemm={gemm_format: fits["gemm"]},
         prefill={kv_dtype: fits["prefill"]},
         decode={kv_dtype: fits["decode"]},
+        decode_mixed=mixed,
         elementwise=fits["elementwise"],
         sampler=fits["sampler"],
         host=host,
@@ -175,20 +180,24 @@ def _fit(
         head_dim=shape.head_dim,
     )
     fixed = {"context_splits": 1.0} if kind == "prefill" else None
-    fit = fit_kernel(kind, samples, hw, options=options, fixed=fixed)
+    # Held out are sizes, not shapes: every shape of the model is measured, between sizes one interpolates.
+    fit = fit_kernel(kind, samples, hw, options=options, groups=grid_groups, fixed=fixed)
     noise = float(np.median([row.spread for row in rows if row.repeats > 2] or [0.03]))
     errors = fit.errors.model_copy(
         update={"measured": round(float(np.hypot(fit.errors.measured or 0.0, wander)), 5)}
     )
     hull = dict(fit.hull)
     coefficients = dict(fit.coefficients)
-    if kind in ("prefill", "decode"):
+    if kind in ("prefill", "decode", "decode_mixed"):
         hull["head_dim"] = (float(shape.head_dim), float(shape.head_dim))
     if kind == "prefill" and (far := _far_context(rows)) > 0:
         coefficients["far_context"] = far
     if kind == "decode":
         bound = Kernel("decode", fit, hw)
         coefficients["longest_share"] = _longest_share(store, bound, shape)
+    if kind == "decode_mixed":
+        # Chunks and decodes are kernels of their own here: no grid that they share, no empty blocks in it.
+        coefficients["empty_block_s"] = 1e-15
     return fit.model_copy(
         update={
             "noise_log_std": round(max(noise, 0.003), 4),
@@ -197,6 +206,24 @@ def _fit(
             "coefficients": coefficients,
         }
     )
+
+
+def _mixed_rows(store: Store, shape: ModelShape, prefill: Kernel, rounds: set[int] | None) -> list[Row]:
+    """What decodes of equal contexts add to a step with one chunk: its attention less the chunk's and rotation."""
+    heads, layers = (float(shape.num_heads), float(shape.num_kv_heads)), float(shape.num_layers)
+    runs = [run for run in store.runs if rounds is None or run.round in rounds]
+    rotary = _rotary(runs, layers)
+    found: dict[Point, list[float]] = {}
+    for run in runs:
+        what = run.what
+        if len(what.chunks) != 1 or len(set(what.decodes)) != 1:
+            continue
+        tokens, before = what.chunks[0]
+        whole = run.parts["attention"] / layers
+        chunk = float(prefill.seconds(heads, 1.0, float(tokens), float(before)))
+        added = max(whole - rotary(float(what.num_tokens)) - chunk, _LEAST_SHARE * whole)
+        found.setdefault((heads, (float(len(what.decodes)), float(what.decodes[0]))), []).append(added)
+    return [Row("decode_mixed", point, *_middle(values)) for point, values in sorted(found.items())]
 
 
 def _far_context(rows: Sequence[Row]) -> float:
@@ -211,7 +238,10 @@ def _far_context(rows: Sequence[Row]) -> float:
 
 
 def _longest_share(store: Store, decode: Kernel, shape: ModelShape) -> float:
-    """0 where a batch takes as long as its mean context says, 1 where as long as its longest; from uneven batches."""
+    """0 where a batch takes as long as its mean context says, 1 where as long as its longest; from uneven batches.
+
+    More than 1 where rows are padded to the longest and masked besides.
+    """
     heads, layers = (float(shape.num_heads), float(shape.num_kv_heads)), float(shape.num_layers)
     rotary = _rotary(store.runs, layers)
     found = []
@@ -224,7 +254,7 @@ def _longest_share(store: Store, decode: Kernel, shape: ModelShape) -> float:
         took = run.parts["attention"] / layers - rotary(float(len(contexts)))
         if high > 1.05 * low:
             found.append((took - low) / (high - low))
-    return round(float(np.clip(np.median(found), 0.0, 1.0)), 3) if found else 0.0
+    return round(float(np.clip(np.median(found), 0.0, 2.0)), 3) if found else 0.0
 
 
 def fastest(store: Store, shape: ModelShape) -> tuple[float, float]:

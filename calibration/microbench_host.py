@@ -1,7 +1,7 @@
 """What the host does per step, per sequence and per token, and what whole pages cost to move.
 
-Host time is that of the engine's own loop over a device that takes none: planning, tensor building, reading tokens
-back, detokenising, committing. Decodes only at several batch sizes give step and sequence; prompts give tokens.
+Host time is what the engine's own loop takes beside the device: planning, tensor building, reading tokens back,
+detokenising, committing. Decodes at several batch sizes give step and sequence; prompts give tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from calibration.live_engine import Arrival, CpuTimeEngine, IdleRunner
+from calibration.live_engine import Arrival, CpuTimeEngine, CpuTimeRunner, IdleRunner
 from costmodel.profile import HostTerms
 from realengine.batch import LayerCache
 from realengine.kernels import operators
+from realengine.runner import Runner
 from realengine.swap_store import SwapStore
 from realengine.tokenizer import Tokenizer
 from serving.config import SchedulerConfig
@@ -24,13 +25,22 @@ from serving.swap import Move
 
 
 def measure_host(
-    limits: SchedulerConfig, tokenizer: Tokenizer | None, vocab_size: int, *, steps: int = 48
+    limits: SchedulerConfig,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    runner: Runner | None = None,
+    *,
+    steps: int = 16,
 ) -> list[tuple[int, int, float]]:
-    """(sequences, tokens, seconds) of steps, medians over equal ones."""
+    """(sequences, tokens, seconds) of steps, medians over equal ones.
+
+    `runner` is the device where host and device share caches (the CPU): the host then finds them as cold as in service.
+    """
     found: dict[tuple[int, int], list[float]] = {}
     most = limits.max_num_seqs
     for batch in sorted({1, max(1, most // 4), most}):
-        engine = CpuTimeEngine(limits, IdleRunner(), tokenizer=tokenizer, vocab_size=vocab_size)
+        device = IdleRunner() if runner is None else CpuTimeRunner(runner)
+        engine = CpuTimeEngine(limits, device, tokenizer=tokenizer, vocab_size=vocab_size)
         room = limits.max_model_len
         prompt = max(1, min(room - steps - 1, limits.max_num_batched_tokens))
         rng = np.random.default_rng(batch)

@@ -23,6 +23,8 @@ class Bounds:
     max_context: int
     kv_tokens: int
     """Tokens that the cache holds."""
+    odd: bool = False
+    """Measure sizes off the multiples of 16: CPU libraries favour round ones, which service seldom has."""
 
     def allows(self, what: Composition) -> bool:
         """Whether such a step can happen."""
@@ -62,13 +64,14 @@ def octaves(low: int, high: int, step: float = 2.0) -> list[int]:
 
 def plan_points(bounds: Bounds) -> list[Composition]:
     """Every step of the base grid that the bounds allow, in the order in which to measure."""
-    batches = octaves(1, bounds.max_num_seqs)
-    contexts = octaves(min(16, bounds.max_context), bounds.max_context, 4.0)
+    off = 3 if bounds.odd else 0
+    batches = octaves(1, bounds.max_num_seqs, 1.5 if bounds.odd else 2.0)
+    contexts = octaves(min(16 + off, bounds.max_context), bounds.max_context, 4.0)
     most = min(bounds.max_num_batched_tokens, bounds.max_context)
-    edges = [m for t in (_TILE, 2 * _TILE, 4 * _TILE) for m in (t, t + 1) if m < most]
-    chunks = sorted({*octaves(min(8, most), most), *edges})
-    befores = [0, *octaves(16, max(bounds.max_context - 8, 16), 4.0)]
-    far = [b for b in befores if b]
+    tiles = [_TILE * 2**i for i in range(4)]
+    edges = [m for t in tiles for m in (t - (1 if bounds.odd else 0), t + 1) if m < most]
+    chunks = sorted({*octaves(min(8 + off, most), most), *edges})
+    far = octaves(16 + off, max(bounds.max_context - 8, 16 + off), 4.0)
 
     ranked: list[tuple[int, Composition]] = []
     for b, batch in enumerate(corners_first(batches)):
@@ -76,7 +79,7 @@ def plan_points(bounds: Bounds) -> list[Composition]:
             ranked.append((b + c, Composition((context,) * batch)))
     for t, tokens in enumerate(corners_first(chunks)):
         ranked.append((t, Composition(chunks=((tokens, 0),))))
-        if tokens - 1 not in edges:
+        if tokens - 1 not in edges and tokens - 2 not in edges:
             room = sorted({*(f for f in far if f + tokens <= bounds.max_context)})
             ranked += [
                 (t + 1 + i, Composition(chunks=((tokens, before),)))
@@ -85,8 +88,13 @@ def plan_points(bounds: Bounds) -> list[Composition]:
     # Tokens without anything to attend to: rotation and the writing of K and V by themselves.
     for t, tokens in enumerate(corners_first(sorted({*octaves(1, most, 4.0)}))):
         ranked.append((min(t, 2), Composition((1,) * tokens, sampled=1)))
-    for rank, batch in enumerate(corners_first([b for b in batches if b > 1])[:2]):
-        ranked += [(rank + 2, uneven) for uneven in uneven_pairs(batch, contexts)]
+    for rank, batch in enumerate(corners_first([b for b in batches if b > 1])[:3]):
+        ranked += [(rank + 1, uneven) for uneven in uneven_batches(batch, contexts)]
+    # Decodes beside a chunk, in as many tokens as a step may have.
+    for b, batch in enumerate(corners_first([b for b in batches if b < most])[:3]):
+        for c, context in enumerate(corners_first(contexts[:-1])[:2]):
+            chunk = (most - batch) | off  # as odd as the others
+            ranked.append((b + c + 1, Composition((context,) * batch, ((min(chunk, most - batch), 0),))))
     pair = min(64, most // 2)
     if pair > 1:
         ranked.append((3, Composition(chunks=((pair, 0), (pair, 0)))))
@@ -94,13 +102,12 @@ def plan_points(bounds: Bounds) -> list[Composition]:
     return list(dict.fromkeys(what for _, what in sorted(allowed, key=lambda item: item[0])))
 
 
-def uneven_pairs(batch: int, contexts: Sequence[int]) -> list[Composition]:
-    """A batch half short and half long: does the mean context set the time, or the longest?"""
-    if len(contexts) < 3:
-        return []
-    short, long = contexts[0], contexts[-2]
-    half = batch // 2
-    return [Composition((short,) * half + (long,) * (batch - half))]
+def uneven_batches(batch: int, contexts: Sequence[int]) -> list[Composition]:
+    """Contexts spread from a third to the whole of a size: does the mean set the time, or the longest?"""
+    spread = [
+        tuple(round(long * (1 + 2 * i / (batch - 1)) / 3) for i in range(batch)) for long in contexts[1:-1]
+    ]
+    return [Composition(decodes) for decodes in spread]
 
 
 def next_cut(times: Mapping[int, float], *, least_gap: int = 8) -> int | None:

@@ -10,6 +10,7 @@ from calibration.validate import validate as compare
 from experiments.validation_report import save_validation, validation_lines
 from serving.errors import UsageError
 from sim.deployment import Deployment
+from tokentwin.commands.validate_live import LIVE, WORKLOAD, run_live
 from tokentwin.flag_tables import DEPLOYMENT
 from tokentwin.flags import Flag, takes
 from tokentwin.job import make_deployment
@@ -34,14 +35,26 @@ RUN = (
 SERVED = tuple(flag for flag in DEPLOYMENT if flag.name not in {f.name for f in RUN})
 
 
-@takes(RUN, SERVED)
-def validate(**flags: Any) -> int:
+_NAMES = {f.name for f in (*RUN, *SERVED, *LIVE)}
+
+
+@takes(RUN, SERVED, LIVE, tuple(flag for flag in WORKLOAD if flag.name not in _NAMES))
+def validate(profile_file: str | None = None, /, **flags: Any) -> int:
     """Replay a real run in the twin and print the two side by side, with signed errors.
 
     The engine's settings come from the run; deployment flags say how a vllm bench serve result was served.
+    With --live the engine runs here, and PROFILE_FILE is what prices its twin (docs/live.md).
     Example: tokentwin validate --against ../shared/data/yardstick --run rtx4090 --tolerance 1.5 -o runs/v
     """
     given = {name: value for name, value in flags.items() if value is not None}
+    if given.get("live"):
+        return run_live(profile_file, given)
+    if profile_file is not None:
+        given.setdefault("profile", profile_file)
+    if useless := sorted(
+        {f.name for f in (*LIVE, *WORKLOAD)} & set(given) - {f.name for f in (*RUN, *SERVED)}
+    ):
+        raise UsageError(f"--{useless[0].replace('_', '-')} has no effect without --live; leave it out")
     if "against" not in given:
         raise UsageError("--against is missing; name the real run to compare with")
     tolerance = given.get("tolerance")
