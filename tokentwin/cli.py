@@ -33,6 +33,7 @@ COMMANDS = (
     ("memory", "memory:memory", "Work out where a GPU's memory goes and how many KV pages are left."),
     ("diff", "diff:diff", "Explain why two runs differ: workload, schedule, kernel times or host."),
     ("conformance", "conformance:conformance", "Replay recorded vLLM schedules and compare every decision."),
+    ("calibrate", "calibrate_app:app", "Make a device profile of measurements: of this machine, or of tables."),
     ("validate", "validate:validate", "Replay a real run in the twin and set the two side by side."),
 )
 GROUPS = (
@@ -56,11 +57,6 @@ GROUPS = (
             ("list", "shelf:list_models", "The shipped models."),
             ("show", "shelf:show_model", "Dimensions, parameters and bytes of a model."),
         ),
-    ),
-    (
-        "calibrate",
-        "Make a device profile of measurements.",
-        (("fit", "calibrate:fit", "Fit a profile to tables of kernel timings."),),
     ),
 )
 
