@@ -69,6 +69,7 @@ def make_app() -> App:
         version=VERSION,
         version_flags=["--version"],
         help_format="plaintext",
+        suppress_keyboard_interrupt=False,  # main says that it was interrupted
     )
     for name, where, words in COMMANDS:
         more = {"help_epilogue": EXAMPLE} if name == "simulate" else {}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serving.config import SchedulerConfig
-from serving.errors import UsageError, nearest
+from serving.errors import TokenTwinError, UsageError, nearest
 from serving.request import Request
 
 if TYPE_CHECKING:
@@ -61,6 +62,24 @@ def policy_names() -> tuple[str, ...]:
     return tuple(_builtin())
 
 
+class _Own:
+    """Comes before a user's class: what goes wrong in `schedule` is a `UsageError` that names the line."""
+
+    def schedule(self, step: Step) -> None:
+        try:
+            super().schedule(step)  # type: ignore[misc]
+        except TokenTwinError:
+            raise
+        except Exception as error:
+            file = getattr(sys.modules[type(self).__module__], "__file__", None)
+            frames = traceback.extract_tb(error.__traceback__)
+            at = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+            raise UsageError(
+                f"policy {type(self).__name__}: {type(error).__name__} in {at.name} "
+                f"({Path(at.filename).name}, line {at.lineno}): {error}"
+            ) from error
+
+
 def load_policy(name: str, **options: Any) -> BatchPolicy:
     """A policy by built-in name or by `module:Class` (looked up in the current folder first).
 
@@ -86,8 +105,8 @@ def load_policy(name: str, **options: Any) -> BatchPolicy:
             raise UsageError(
                 f"policy {name!r}: {module_name} has no class {class_name!r} with a schedule(step) method"
             )
-        if not issubclass(cls, BatchPolicy):
-            cls = type(cls.__name__, (cls, BatchPolicy), {})
+        bases = (_Own, cls) if issubclass(cls, BatchPolicy) else (_Own, cls, BatchPolicy)
+        cls = type(cls.__name__, bases, {"__module__": module_name})
     try:
         policy: BatchPolicy = cls(**options)
     except TypeError as error:

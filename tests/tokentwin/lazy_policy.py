@@ -1,4 +1,4 @@
-"""A policy that never does anything, for the test of lost requests."""
+"""Policies for tests: one that never does anything, one that fails."""
 
 from __future__ import annotations
 
@@ -10,3 +10,10 @@ class Lazy:
 
     def schedule(self, step: Any) -> None:
         """Leave the step empty."""
+
+
+class Broken:
+    """Fails at its first step."""
+
+    def schedule(self, step: Any) -> None:
+        raise ValueError("no such turn")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tokentwin.shell import SMALL, spawn
+from tests.tokentwin.shell import SMALL, Command, spawn
 
 LONG = (*SMALL[:4], "--num-prompts", "3000000", "--request-rate", "20")
 """Minutes of work, were it not interrupted."""
@@ -34,13 +34,23 @@ def test_ctrl_c_keeps_what_happened_and_marks_it_partial(tmp_path: Path) -> None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert "Traceback" not in err
+    assert err.startswith("error: interrupted; "), err
+    assert err.count("\n") == 1, err
     assert "interrupted; these results are partial" in out
     result = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     assert result["partial"] is True
     assert 0 < result["completed"] < 3_000_000
     assert json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))["partial"] is True
     assert (tmp_path / "out" / "requests.parquet").exists()
+
+
+def test_ctrl_c_before_the_simulation_says_so(tokentwin: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tokentwin.commands.simulate.make_job", press)
+    answer = tokentwin("simulate", *SMALL)
+    assert (answer.code, answer.error) == (130, "error: interrupted")
 
 
 @pytest.mark.slow

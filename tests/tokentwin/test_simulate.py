@@ -139,6 +139,18 @@ def test_a_lost_request_exits_1(tokentwin: Command, monkeypatch: pytest.MonkeyPa
     answer = tokentwin("simulate", *SMALL, "--policy", "lazy_policy:Lazy")
     assert answer.code == 1
     assert "not finished" in answer.out
+    assert answer.error == "error: 12 of 12 requests never ended"
+
+
+def test_an_error_in_a_users_policy_is_one_line_that_names_its_line(
+    tokentwin: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    answer = tokentwin("simulate", *SMALL, "--policy", "lazy_policy:Broken")
+    assert answer.code == 2
+    assert (
+        answer.error == "error: policy Broken: ValueError in schedule (lazy_policy.py, line 19): no such turn"
+    )
 
 
 def test_fast_forward_changes_no_number(tokentwin: Command) -> None:

@@ -44,10 +44,17 @@ def simulate(**flags: Any) -> int:
 
 
 def exit_code(run: Run, job: Job, *, fail_on_slo: bool) -> int:
-    """130 interrupted, 1 a request was lost, 3 an SLO missed with --fail-on-slo, otherwise 0."""
-    if run.record.interrupted or run.certainty.interrupted:
+    """130 interrupted, 1 a request was lost (both said on stderr), 3 an SLO missed with --fail-on-slo, otherwise 0."""
+    if run.record.interrupted:
+        sys.stderr.write(
+            f"error: interrupted; {run.num_lost} requests had not ended, the results are partial\n"
+        )
+        return INTERRUPTED
+    if run.certainty.interrupted:
+        sys.stderr.write("error: interrupted; the results are whole but for their intervals\n")
         return INTERRUPTED
     if run.num_lost and job.until_s == float("inf"):
+        sys.stderr.write(f"error: {run.num_lost} of {run.num_requests} requests never ended\n")
         return LOST
     if fail_on_slo and run.verdict.meets_slos is False:
         return SLO_MISSED
