@@ -187,7 +187,11 @@ def _engine(record: RunRecord, s: Summary) -> list[Row]:
         ("Preemptions:", str(s.preemptions), ""),
         ("GPU busy (%):", _num(s.gpu_busy_share * 100), "device time / duration"),
         ("Engine steps:", str(s.num_steps), ""),
-        ("Simulated time (s):", _num(s.sim_duration_s), ""),
+        (
+            "Run time (s):" if meta_value(record, "real") else "Simulated time (s):",
+            _num(s.sim_duration_s),
+            "",
+        ),
     ]
 
 

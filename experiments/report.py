@@ -207,7 +207,8 @@ def _panels(items: Iterable[Panel]) -> Iterable[str]:
 
 
 def _subtitle(record: RunRecord, summary: Summary) -> str:
-    words = [f"{summary.sent:,} requests", f"{summary.duration_s:,.1f} s simulated"]
+    clock = "on the engine" if meta_value(record, "real") else "simulated"
+    words = [f"{summary.sent:,} requests", f"{summary.duration_s:,.1f} s {clock}"]
     if record.num_replicas > 1:
         words.append(f"{record.num_replicas} replicas")
     words += [f"seed {seed}" for seed in _facts(record, "seed")]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 RESULT, RUN, REQUESTS, STEPS = "result.json", "run.json", "requests.parquet", "steps.parquet"
+BACKEND_SIM, BACKEND_REAL = "sim", "tokentwin-engine"
 METRICS = ("ttft", "tpot", "itl", "e2el")
 DETAILED_KEYS = (
     "input_lens",
@@ -89,8 +90,8 @@ def result_json(
 
     head = {
         "date": result_date(date),
-        "endpoint_type": "sim",
-        "backend": "sim",
+        "endpoint_type": fact("backend", BACKEND_SIM),
+        "backend": fact("backend", BACKEND_SIM),
         "label": label if label is not None else fact("label"),
         "model_id": fact("model_id"),
         "tokenizer_id": fact("tokenizer_id") or fact("model_id"),

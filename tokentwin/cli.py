@@ -26,6 +26,7 @@ Exit codes:
 """
 COMMANDS = (
     ("simulate", "simulate:simulate", "Run a workload on a deployment and judge it."),
+    ("run", "run:run", "Run a workload on the real engine and judge it; the files of simulate."),
     ("serve", "serve:serve", "Serve the OpenAI API in front of the engine, or of the twin of a deployment."),
     ("capacity", "capacity:capacity", "Find the highest load that a deployment sustains under an SLO."),
     ("plan", "plan:plan", "Find the cheapest fleet that keeps its promises under a traffic."),
@@ -33,7 +34,11 @@ COMMANDS = (
     ("memory", "memory:memory", "Work out where a GPU's memory goes and how many KV pages are left."),
     ("diff", "diff:diff", "Explain why two runs differ: workload, schedule, kernel times or host."),
     ("conformance", "conformance:conformance", "Replay recorded vLLM schedules and compare every decision."),
-    ("calibrate", "calibrate_app:app", "Make a device profile of measurements: of this machine, or of tables."),
+    (
+        "calibrate",
+        "calibrate_app:app",
+        "Make a device profile of measurements: of this machine, or of tables.",
+    ),
     ("validate", "validate:validate", "Replay a real run in the twin and set the two side by side."),
 )
 GROUPS = (

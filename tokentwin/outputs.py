@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from experiments.results import METRICS, metadata_pairs, result_date, result_json, save_result, writable
 from serving.errors import UsageError, nearest
-from tokentwin.run import Run
+from sim.certainty import Certainty
+from sim.metrics import Summary
+from sim.record import RunRecord
+from sim.verdict import Verdict
 
 NEEDS_SAVE_RESULT = ("append_result", "result_dir", "result_filename")
 NEEDS_A_FILE = ("save_detailed", "metadata", "label", "plot_timeline", "date")
+
+
+class Finished(Protocol):
+    """A run that can be written: a simulated one (`tokentwin.run.Run`) or one of the engine."""
+
+    @property
+    def record(self) -> RunRecord: ...
+    @property
+    def summary(self) -> Summary: ...
+    @property
+    def verdict(self) -> Verdict: ...
+    @property
+    def certainty(self) -> Certainty: ...
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        detailed: bool = False,
+        label: str | None = None,
+        metadata: Mapping[str, str] | Sequence[str] = (),
+        date: str | None = None,
+        metrics: Sequence[str] = METRICS,
+    ) -> list[Path]:
+        """Write everything into a folder and return the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +88,7 @@ class Outputs:
                 if not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(13, "Permission denied")
 
-    def write(self, run: Run) -> list[Path]:
+    def write(self, run: Finished) -> list[Path]:
         """Write the files and return them in the order they were written."""
         paths: list[Path] = []
         date = result_date(self.date)
@@ -108,13 +136,13 @@ def _metrics(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in METRICS if name in names)
 
 
-def _file_name(run: Run, label: str | None, date: str) -> str:
+def _file_name(run: Finished, label: str | None, date: str) -> str:
     """`vllm bench serve`'s: label or backend, rate, concurrency, model and date."""
     meta = run.record.meta
     rate = meta.get("request_rate")
     limit = meta.get("max_concurrency")
     parts = [
-        label or "sim",
+        label or meta.get("backend") or "sim",
         f"{rate if rate is not None else 'trace'}qps",
         *([f"concurrency{limit}"] if limit is not None else []),
         str(meta["model_id"]).rsplit("/", 1)[-1],

@@ -1,4 +1,4 @@
-"""The progress bar of a run, on standard error: simulated time, requests done, speed."""
+"""The progress bar of a run, on standard error: time, requests done, speed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from sim.world import Progress
 
 
 @contextmanager
-def progress_bar(*, silent: bool = False) -> Iterator[Callable[[Progress], None] | None]:
-    """A callback that draws, or None where nobody would see it."""
+def progress_bar(
+    *, silent: bool = False, doing: str = "Simulating", clock: str = "simulated"
+) -> Iterator[Callable[[Progress], None] | None]:
+    """A callback that draws, or None where nobody would see it. `doing` and `clock` are its words."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -20,7 +22,7 @@ def progress_bar(*, silent: bool = False) -> Iterator[Callable[[Progress], None]
         yield None
         return
     bar = Bar(
-        TextColumn("Simulating"),
+        TextColumn(doing),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn("{task.fields[clock]}"),
@@ -37,7 +39,7 @@ def progress_bar(*, silent: bool = False) -> Iterator[Callable[[Progress], None]
                 task,
                 completed=state.done,
                 total=state.total,
-                clock=f"{state.sim_s:,.0f} s simulated",
+                clock=f"{state.sim_s:,.0f} s {clock}",
                 speed=f"{speed:,.0f} requests/s",
             )
 

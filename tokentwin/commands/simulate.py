@@ -37,7 +37,7 @@ def simulate(**flags: Any) -> int:
     with progress_bar(silent=bool(given.get("disable_tqdm"))) as bar:
         run = run_job(job, label=given.get("label"), progress=bar)
     print_run(run.record, run.summary, run.verdict, metrics=outputs.metrics, certainty=run.certainty)
-    _say_files(outputs.write(run))
+    say_files(outputs.write(run))
     if job.strict:
         check_strict(run.certainty.extrapolations)
     return exit_code(run, job, fail_on_slo=bool(given.get("fail_on_slo")))
@@ -61,7 +61,8 @@ def exit_code(run: Run, job: Job, *, fail_on_slo: bool) -> int:
     return 0
 
 
-def _say_files(paths: list[Path]) -> None:
+def say_files(paths: list[Path]) -> None:
+    """Print where files were written."""
     for folder in dict.fromkeys(path.parent for path in paths):
         names = ", ".join(path.name for path in paths if path.parent == folder)
         lines = textwrap.wrap(
