@@ -161,6 +161,10 @@ def test_zones_are_applied_and_a_mixture_is_reported(tmp_path: Path) -> None:
             "line 1: no column 'GeneratedTokens' for dataset azure; found TIMESTAMP",
         ),
         (
+            HEADER + "2023-11-16 18:15:46,5,1,\n2023-11-16 18:15:46,1,155,211",
+            "line 3: 4 fields under a header of 3",
+        ),
+        (
             HEADER + "2023-11-16 18:15:46,5,1\n2023-11-16 18:15:46,many,1",
             "line 3, column 'ContextTokens': 'many'",
         ),
