@@ -204,7 +204,7 @@ def test_gzip_is_recognised_by_content_whatever_the_name(tmp_path: Path) -> None
 
 
 def test_quoted_cells_short_rows_and_blank_lines(tmp_path: Path) -> None:
-    text = HEADER + '"2023-11-16 18:15:46","5","1"\n\n2023-11-16 18:15:47,6\n2023-11-16 18:15:48,7,2,extra\n'
+    text = HEADER + '"2023-11-16 18:15:46","5","1"\n\n2023-11-16 18:15:47,6\n2023-11-16 18:15:48,7,2,\n'
     rows = read_azure(azure(tmp_path, text))
     assert rows.prompt_tokens.tolist() == [5, 7]
     assert rows.warnings == ("1 of 3 rows dropped: GeneratedTokens is empty or NaN",)
