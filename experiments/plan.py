@@ -219,9 +219,9 @@ def make_plan(
 
 
 def label(deployment: Deployment) -> str:
-    """Such as "2 x h200 llama-3.1-70b fp8, kv fp8, chunk 4096, batch 256"; what is default is left out."""
+    """One replica, such as "h200 TP2 llama-3.1-70b fp8, kv fp8, chunk 4096"; what is default is left out."""
     d = deployment
-    words = f"{d.tensor_parallel_size} x {d.gpu} {d.model}"
+    words = f"{d.gpu} {f'TP{d.tensor_parallel_size} ' if d.tensor_parallel_size > 1 else ''}{d.model}"
     if d.quantization is not None:
         words += f" {d.quantization}"
     rest = [

@@ -84,22 +84,21 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def flips(plan: Plan) -> list[str]:
     """Prices and loads at which another fleet would be the cheapest."""
-    if len(plan.fleets) < 2:
-        return ["Nothing: no other candidate sustains the load."]
-    winner, second = plan.fleets[:2]
-    out = []
-    if second.usd_per_hour <= winner.usd_per_hour * (1 + 1e-9):
+    winner = plan.fleets[0]
+    out = [] if len(plan.fleets) > 1 else ["No price: no other candidate sustains the load."]
+    second = plan.fleets[1] if len(plan.fleets) > 1 else None
+    if second is not None and second.usd_per_hour <= winner.usd_per_hour * (1 + 1e-9):
         out.append(f"The runner-up, {_name(second)}, costs the same and has less room.")
     other = next((f for f in plan.fleets if _gpu(f) != _gpu(winner)), None)
-    if other is None:
-        out.append("Price: every fleet of the table is of the same GPU, so that its price does not matter.")
-    else:
+    if other is not None:
         below, above = winner.usd_per_hour / other.gpus, other.usd_per_hour / winner.gpus
         out.append(
             f"Price: {_name(other)} is cheaper once {_gpu(other)} costs less than ${below:.2f} an hour (now "
             f"${other.candidate.usd_per_gpu_hour:.2f}), or {_gpu(winner)} more than ${above:.2f} (now "
             f"${winner.candidate.usd_per_gpu_hour:.2f})."
         )
+    elif second is not None:
+        out.append("Price: every fleet of the table is of the same GPU, so that its price does not matter.")
     room = winner.headroom(plan.load)
     if room is not None and winner.capacity is not None and winner.capacity.load is not None:
         out.append(
@@ -115,7 +114,7 @@ def _gpu(fleet: Fleet) -> str:
 
 
 def _name(fleet: Fleet) -> str:
-    return f"{fleet.replicas} x ({label(fleet.candidate.deployment)})"
+    return f"{fleet.replicas} x {label(fleet.candidate.deployment)}"
 
 
 def _load_flip(plan: Plan) -> str:
@@ -137,7 +136,7 @@ def _load_flip(plan: Plan) -> str:
             if best is not winner and cost(best, load) < cost(winner, load) * (1 - 1e-9):
                 found.append(
                     f"{'above' if direction > 0 else 'below'} about {load:.3g} {unit(plan.variable)}, "
-                    f"({label(best.candidate.deployment)}) at ${cost(best, load):,.2f} an hour"
+                    f"{label(best.candidate.deployment)} at ${cost(best, load):,.2f} an hour"
                 )
                 break
     if not found:
