@@ -234,21 +234,44 @@ def plan_memory(
         max_model_len=max_model_len or model.max_position_embeddings,
     )
     if blocks < 2:
-        raise InfeasibleError(_no_room(plan, left, tensor_parallel_size, quantization))
+        raise InfeasibleError(_no_room(plan, left, model, quantization))
     return plan
 
 
-def _no_room(plan: MemoryPlan, left: int, tp: int, quantization: str | None) -> str:
-    fixes = [f"--tensor-parallel-size {tp * 2}"]
+def _no_room(plan: MemoryPlan, left: int, model: ModelShape, quantization: str | None) -> str:
+    working = plan.activation_bytes + plan.non_torch_bytes + plan.graph_bytes
+    room = 0.95 * (plan.budget_bytes - working)  # some of it has to be left for KV
+
+    def ranks(share: float) -> int | None:
+        """The fewest ranks on which `share` of today's weights fit, None where none will do."""
+        weights = plan.weight_bytes * plan.tensor_parallel_size * share
+        sizes = [t for t in (1, 2, 4, 8, 16) if model.num_heads % t == 0 and model.intermediate_size % t == 0]
+        return next(
+            (
+                t
+                for t in sizes
+                if t >= plan.tensor_parallel_size and weights / t <= room - (NCCL_BYTES if t > 1 else 0)
+            ),
+            None,
+        )
+
+    fixes = []
+    if (size := ranks(1.0)) is not None and size > plan.tensor_parallel_size:
+        fixes.append(f"--tensor-parallel-size {size}")
     if quantization is None:
-        fixes.append("--quantization fp8 or int4")
+        for name, share in (("fp8", 0.5), ("int4_wo", 0.27)):
+            if (size := ranks(share)) is not None:
+                more = f" with --tensor-parallel-size {size}" if size > plan.tensor_parallel_size else ""
+                fixes.append(f"--quantization {name}{more}")
+                break
     if plan.activation_bytes > 1e9:
         fixes.append("a smaller --max-num-batched-tokens or --max-num-seqs")
+    fixes = fixes or ["a GPU with more memory or a smaller model"]
     missing = f"{-left / 1e9:.1f} GB too little" if left < 0 else "no room for KV pages"
     return (
         f"{plan.model} does not fit {plan.device}: {plan.weight_bytes / 1e9:.1f} GB of weights and "
         f"{(plan.activation_bytes + plan.non_torch_bytes) / 1e9:.1f} GB of working memory in a budget of "
-        f"{plan.budget_bytes / 1e9:.1f} GB leave {missing}; try {', '.join(fixes)}"
+        f"{plan.budget_bytes / 1e9:.1f} GB leave {missing}; try {', or '.join(fixes)}"
     )
 
 

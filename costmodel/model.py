@@ -212,6 +212,12 @@ def model_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
     experts_field = "num_local_experts" if family == "mixtral" else "num_experts"
     if family == "qwen3_moe":
         _refuse_mixed_layers(config)
+    kv_heads = _integer(config, "num_key_value_heads", _default_kv_heads(family, heads))
+    if kv_heads < 1 or heads % kv_heads:
+        raise UsageError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
+            "correct the config.json"
+        )
     head_dim = _integer(config, "head_dim", 128 if family.startswith("qwen3") else hidden // heads)
     window = config.get("sliding_window")
     if family.startswith("qwen") and not config.get("use_sliding_window", False):
@@ -225,7 +231,7 @@ def model_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
         ),
         num_layers=_integer(config, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", _default_kv_heads(family, heads)),
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=_integer(config, "vocab_size"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),

@@ -16,7 +16,7 @@ from sim.samples import ThinPercentile, thin_percentiles
 from sim.slo import Goodput, Slo
 from sim.workload import Workload, WorkloadSpec
 
-FEW_STEPS, MANY_STEPS = 30_000, 100_000
+FEW_STEPS, MANY_STEPS = 30_000, 60_000
 FEW = 4
 
 

@@ -35,7 +35,7 @@ def test_the_chapters_kv_formula() -> None:
 
 def test_a_model_that_does_not_fit_says_by_how_much_and_what_helps() -> None:
     with pytest.raises(
-        InfeasibleError, match=r"GB too little; try --tensor-parallel-size 2, --quantization"
+        InfeasibleError, match=r"GB too little; try --tensor-parallel-size 4, or --quantization fp8"
     ) as error:
         plan_memory(load_model("llama-3.1-70b"), load_profile("h100"))
     assert error.value.exit_code == 2
