@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -333,7 +334,7 @@ def test_a_ray_cluster_of_two_nodes_gives_the_same_bytes(
         "--num-cpus=1",
         "--disable-usage-stats",
     ]
-    temporary = f"--temp-dir=/tmp/ray-{os.getpid()}"
+    temporary = f"--temp-dir={tempfile.gettempdir()}/ray-{os.getpid()}"
     head = [*start, "--head", "--port=26379", "--include-dashboard=false", temporary]
     nodes = [subprocess.Popen(head, stdout=subprocess.DEVNULL)]
     try:
