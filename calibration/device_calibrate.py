@@ -10,7 +10,7 @@ import datetime
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from calibration.microbench_steps import StepBench
 from costmodel.model import ModelShape
 from costmodel.profile import DeviceFacts, DeviceProfile, HostTerms, Provenance
 from realengine.build import EngineOptions, make_runner, pages_that_fit
+from realengine.checkpoint import DummyCheckpoint
 from realengine.load import Source, find_model, load
 from realengine.models import Model
 from realengine.runner import Runner, StepRunner
@@ -111,6 +112,9 @@ def prepare(plan: Plan, source: Source | None = None) -> Bench:
     begun_s = time.perf_counter()
     source = source if source is not None else find_model(plan.options.model, plan.options.load_format)
     shape = source.architecture.shape
+    if isinstance(source.checkpoint, DummyCheckpoint):
+        # Drawn where they are used: billions of numbers are slow to draw on the CPU.
+        source = replace(source, checkpoint=DummyCheckpoint(shape, device=device))
     longest = min(plan.max_model_len, shape.max_position_embeddings)
     model = load(source, device=device, dtype=dtype, max_positions=longest)
     load_s = time.perf_counter() - begun_s

@@ -130,7 +130,7 @@ def scaled(profile: DeviceProfile, factors: Mapping[str, float], decode_tokens: 
 def refit(case: Case, profile: DeviceProfile) -> Refit:
     """Factors with the least relative errors of the mean, median and P90 of TTFT, TPOT and E2EL.
 
-    Gauss-Newton with finite differences; three factors, so four replays a round. Raises `UsageError` for a run without
+    Gauss-Newton with finite differences, steps halved where they do not help. Raises `UsageError` for a run without
     latencies per request.
     """
     if not case.observed.samples:
@@ -146,23 +146,24 @@ def refit(case: Case, profile: DeviceProfile) -> Refit:
         found = np.array([f.error for f in figures(theta)])
         return np.concatenate([found, _PRIOR * theta])
 
-    theta = np.zeros(3)
-    before = figures(theta)
-    best, at = math.inf, theta
-    jacobian = np.zeros((len(before) + 3, 3))
+    at = np.zeros(3)
+    before = figures(at)
+    here = misfit(at)
+    jacobian = np.zeros((len(here), 3))
     first: Floats | None = None
     for _ in range(_ROUNDS):
-        here = misfit(theta)
-        if (cost := float(here @ here)) >= best * 0.999:
-            break
-        best, at = cost, theta
-        for i in range(3):
-            step = np.zeros(3)
-            step[i] = _STEP
-            jacobian[:, i] = (misfit(theta + step) - here) / _STEP
+        for i, step in enumerate(np.eye(3) * _STEP):
+            jacobian[:, i] = (misfit(at + step) - here) / _STEP
         first = jacobian.copy() if first is None else first
         change = np.linalg.lstsq(jacobian, -here, rcond=None)[0]
-        theta = np.clip(theta + change, -_BOUND, _BOUND)
+        for shorter in (1.0, 0.5, 0.25):
+            there = np.clip(at + shorter * change, -_BOUND, _BOUND)
+            found = misfit(there)
+            if better := float(found @ found) < float(here @ here) * 0.999:
+                at, here = there, found
+                break
+        if not better:
+            break
     factors = dict(zip(PHASES, np.exp(at).tolist(), strict=True))
     assert first is not None
     size = np.sqrt(np.mean(first[: len(before)] ** 2, axis=0)) * 0.01

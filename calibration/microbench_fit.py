@@ -42,7 +42,7 @@ _LEAST_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample: the median of its repeats."""
+    """One sample: the mean of its repeats."""
 
     kind: KernelKind
     point: Point

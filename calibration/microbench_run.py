@@ -185,7 +185,7 @@ def steadied(runs: Sequence[Measured], key: str) -> list[Measured]:
         else:
             at.append(i)
             seconds.append(total)
-    smooth = np.log(seconds) - np.median(np.log(seconds))
+    smooth = np.log(seconds) - np.log(np.mean(seconds))
     factors = np.exp(np.interp(np.arange(len(runs)), at, smooth))
     return [
         replace(run, parts={name: value / factor for name, value in run.parts.items()})
@@ -194,7 +194,7 @@ def steadied(runs: Sequence[Measured], key: str) -> list[Measured]:
 
 
 def token_times(store: Store) -> dict[int, float]:
-    """Seconds of all linear layers by tokens in the step, median of what was measured."""
+    """Seconds of all linear layers by tokens in the step, mean of what was measured."""
     found: dict[int, list[float]] = {}
     for run in store.runs:
         linear = sum(run.parts[name] for name in ("qkv", "o", "gate_up", "down"))

@@ -295,7 +295,7 @@ def _greedy(rows: int) -> Draws:
 
 
 def repeated(values: Sequence[float]) -> tuple[float, float]:
-    """(median, log spread) of repeats: a step in service meets the same interference as one on the bench."""
+    """(mean, log spread) of repeats: service adds up what interference costs, and a median would leave that out."""
     logs = np.log(np.maximum(values, 1e-12))
     spread = 1.4826 * float(np.median(np.abs(logs - np.median(logs))))
-    return float(np.median(values)), spread
+    return float(np.mean(values)), spread
