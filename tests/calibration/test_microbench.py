@@ -162,9 +162,9 @@ def test_drift_of_the_reference_is_flagged_and_divided_out() -> None:
     assert found.trend == pytest.approx(0.5)
     assert any("wandered" in flag for flag in found.flags)
     times = [run.parts["total"] for run in steadied(store.runs, mark.key) if run.what == other]
-    # References 1.0, 1.5, 1.5 have median 1.5; halfway from 1.0 (run 1) to 1.5 (run 4) in logarithms is a third on.
-    assert times[1] == pytest.approx(3.0)
-    assert times[0] == pytest.approx(2.5 / math.exp(-math.log(1.5) * 2 / 3))
+    # References 1.0, 1.5, 1.5 have mean 4/3; from run 1 to run 4 the speed changes evenly in logarithms.
+    assert times[1] == pytest.approx(3.0 / (1.5 / (4 / 3)))
+    assert times[0] == pytest.approx(2.5 / (1.5 ** (1 / 3) / (4 / 3)))
 
 
 def test_busy_neighbours_are_named() -> None:
