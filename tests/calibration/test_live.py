@@ -185,3 +185,19 @@ def test_wrong_usage_is_one_line_that_names_the_flag(
     error = capsys.readouterr().err
     assert word in error
     assert error.count("\n") == 1
+
+
+def test_the_tables_of_the_page_are_made_of_what_was_saved(report: LiveReport, tmp_path: Path) -> None:
+    from experiments.live_doc import BEGIN, END
+    from experiments.live_doc import main as live_doc
+
+    save_live(report, tmp_path / "small")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert live_doc([str(tmp_path / "small"), "--write", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert text.count("| small | 0.") == 2
+    assert "old" not in text
+    assert live_doc([str(tmp_path / "nothing")]) == 2
