@@ -122,11 +122,19 @@ def test_a_missing_or_empty_folder_is_an_error(tmp_path: Path) -> None:
         check_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"not gzip", gzip.compress(b"not json"), gzip.compress(b"[]"), gzip.compress(b"3"),
-     gzip.compress(b'{"config": {}}'), gzip.compress(b"{}" * 100)[:20], gzip.compress(b"\xff\xfe{")],
-)  # fmt: skip
+UNREADABLE = {
+    "empty": b"",
+    "not gzip": b"not gzip",
+    "not JSON": gzip.compress(b"not json", mtime=0),
+    "a list": gzip.compress(b"[]", mtime=0),
+    "a number": gzip.compress(b"3", mtime=0),
+    "no requests": gzip.compress(b'{"config": {}}', mtime=0),
+    "cut off": gzip.compress(b"{}" * 100, mtime=0)[:20],
+    "not UTF-8": gzip.compress(b"\xff\xfe{", mtime=0),
+}
+
+
+@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE.keys())
 def test_an_unreadable_trace_is_an_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
     write(tmp_path, "a.json.gz", trace())
     (tmp_path / "broken.json.gz").write_bytes(content)
