@@ -19,7 +19,7 @@ from calibration import bench_table
 from calibration.device_facts import measured_facts, raised
 from calibration.device_memory import PagePlan, measure_context_bytes, predict_pages
 from calibration.microbench_fit import fastest, fit_steps, rows_of, table_rows
-from calibration.microbench_host import fit_host, measure_host, measure_moves
+from calibration.microbench_host import fit_host, host_work, measure_host, measure_moves
 from calibration.microbench_points import Bounds, reference
 from calibration.microbench_run import Drift, Progress, Store, drift, measure_round, open_store
 from calibration.microbench_steps import StepBench
@@ -149,7 +149,8 @@ def prepare(plan: Plan, source: Source | None = None) -> Bench:
         pages * limits.page_tokens,
         odd=device.type == "cpu",
     )
-    steps = StepBench(step, limits.page_tokens)
+    between = host_work(limits, source.tokenizer, shape.vocab_size)
+    steps = StepBench(step, limits.page_tokens, between=between)
     return Bench(plan, source, model, device, limits, runner, steps, bounds, predicted, load_s)
 
 

@@ -53,6 +53,18 @@ def measure_host(
     return [(seqs, tokens, float(np.median(values))) for (seqs, tokens), values in sorted(found.items())]
 
 
+def host_work(limits: SchedulerConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Callable[[], None]:
+    """What the host does around a step, as a call: a few requests through the loop over an idle device."""
+    count = min(4, limits.max_num_seqs)
+    prompt = np.random.default_rng(0).integers(3, vocab_size, 8).tolist()
+
+    def work() -> None:
+        engine = CpuTimeEngine(limits, IdleRunner(), tokenizer=tokenizer, vocab_size=vocab_size)
+        engine.serve([Arrival(0.0, prompt, 2) for _ in range(count)])
+
+    return work
+
+
 def fit_host(rows: list[tuple[int, int, float]], launch_s: float, source: str) -> HostTerms:
     """Non-negative terms with the least relative squared error."""
     from scipy.optimize import nnls

@@ -166,7 +166,17 @@ def watched(model: Model, watch: Watch) -> Model:
 class StepBench:
     """Runs compositions on a step runner's model and caches, and says where their time goes."""
 
-    def __init__(self, step: StepRunner, page_tokens: int, *, max_seqs: int = 8192, seed: int = 0) -> None:
+    def __init__(
+        self,
+        step: StepRunner,
+        page_tokens: int,
+        *,
+        between: Callable[[], object] = lambda: None,
+        max_seqs: int = 8192,
+        seed: int = 0,
+    ) -> None:
+        """`between` is done before every step that counts, outside its time."""
+        self._between = between
         self._device, self._page_tokens = step.device, page_tokens
         cuda = step.device.type == "cuda"
         self._watch = cuda_watch() if cuda else cpu_watch()
@@ -213,11 +223,15 @@ class StepBench:
         return named | {"rest": max(total_s - sum(named.values()), 0.0), "total": total_s}
 
     def _run_cpu(self, inputs: StepInputs, draws: Draws) -> tuple[dict[str, float], float]:
-        """A watched run for the shares and a plain one for the whole: reading clocks takes time too."""
-        parts, watched_s = self._run_watched(inputs, draws)
+        """A plain run for the whole and a watched one for the shares: reading clocks takes time too.
+
+        The plain one comes after the host's work, as in service, where a step finds its own code cold.
+        """
+        self._between()
         begun_s = time.thread_time()
         self._plain.run(inputs, draws, torch.from_numpy)
         total_s = time.thread_time() - begun_s
+        parts, watched_s = self._run_watched(inputs, draws)
         return {name: seconds * total_s / watched_s for name, seconds in parts.items()}, total_s
 
     def _run_watched(self, inputs: StepInputs, draws: Draws) -> tuple[dict[str, float], float]:
