@@ -32,6 +32,12 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     draft_has_kv: bool = False
     """The drafter is a model with KV of its own: k look-ahead slots and one drafting slot of the input budget."""
+    disable_by_batch_size: int = 0
+    """Draft nothing while more sequences than this run; 0 is off (`serving.drafting`)."""
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
+    """(from, to, k): draft k tokens while so many sequences run."""
+    min_draft_acceptance: float = 0.0
+    """Shorten a sequence's drafts to those that stand with at least this probability; 0 is off."""
     prepend_unhashed: bool = True
     """Freed pages without a hash are reused first (vLLM 0.33); off: they queue behind everything (2025)."""
     swap_pages: int = 0

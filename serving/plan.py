@@ -60,7 +60,9 @@ class StepPlan:
     samples: npt.NDArray[np.bool_] | None = None
     """Which rows sample; None when all do."""
     drafts: Counts | None = None
-    """Draft tokens to verify per row; None without speculation."""
+    """Draft tokens to verify per row; None where no row has any."""
+    num_to_draft: Counts | None = None
+    """Draft tokens to make per row after the step, for the next one to verify; None without speculation."""
     admitted: list[Admission] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     truncated: list[Request] = field(default_factory=list)
@@ -102,6 +104,8 @@ class StepOutcome:
     tokens: Sequence[Sequence[int]] | None = None
     stopped: npt.NDArray[np.bool_] | None = None
     reasons: Sequence[str] | None = None
+    drafts: Counts | None = None
+    """Draft tokens made for each row's next step (synchronous scheduling; otherwise placeholders stand for them)."""
 
 
 ONE_EACH = StepOutcome()

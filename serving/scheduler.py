@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from serving.config import SchedulerConfig
+from serving.drafting import DraftLengths
 from serving.pages import PagePool
 from serving.plan import ONE_EACH, StepOutcome, StepPlan
 from serving.queues import Queue, make_queue
@@ -43,6 +44,7 @@ class Scheduler:
             config.num_pages, caching=config.enable_prefix_caching, prepend_unhashed=config.prepend_unhashed
         )
         self.seqs = Sequences(config, self.pool)
+        self.draft_lengths = DraftLengths(config, len(self.seqs.requests))
         self.swap = SwapSpace(config.swap_pages)
         self.waiting: Queue = queue if queue is not None else make_queue(config.queue_order)
         self.watermark_pages = int(config.watermark * (config.num_pages + 1))
@@ -194,6 +196,8 @@ class Scheduler:
         seqs = self.seqs
         finished: list[Request] = []
         sampled = [True] * len(plan.slots) if plan.samples is None else plan.samples.tolist()
+        measured = self.draft_lengths if self.draft_lengths.measures else None
+        padded = {a.request for a in plan.admitted} if measured is not None else ()
         for row, slot in enumerate(plan.slots.tolist()):
             stale = self._stale.pop(slot, None)
             request = stale if stale is not None else seqs.requests[slot]
@@ -219,6 +223,8 @@ class Scheduler:
                 seqs.computed[slot] -= rejected
                 if self.config.async_scheduling:
                     seqs.target[slot] -= rejected
+                if measured is not None and request not in padded:
+                    measured.verified(slot, drafts, count - 1)
             room = int(seqs.finish[slot] - seqs.known[slot])
             kept = min(count, room)
             if kept < count:
@@ -236,6 +242,8 @@ class Scheduler:
             reason = _stopped(outcome, row) if kept == count else None
             if reason is not None or kept >= room:
                 finished.append(self._finish(slot, reason or "length"))
+            elif outcome.drafts is not None and not seqs.prefilling[slot]:
+                seqs.drafts[slot] = outcome.drafts[row]
         return finished
 
     def _append_stale(self, request: Request, count: int, tokens: object, stopped: str | None) -> bool:

@@ -325,6 +325,8 @@ class Step:
             pool.share(hit)
         resumed = request.state is State.PREEMPTED
         slot = seqs.enter(request, hit, scheduler.finish_at(request))
+        if scheduler.draft_lengths.measures:
+            scheduler.draft_lengths.enter(slot)
         if lacking:
             seqs.append_pages(slot, pool.take(lacking))
         seqs.computed[slot] = cached
@@ -420,14 +422,19 @@ class Step:
         if self._drafts:
             drafts = self._drafts
             plan.drafts = np.fromiter((drafts.get(slot, 0) for slot in slots.tolist()), np.int64, len(slots))
+        if self.config.num_speculative_tokens:
+            plan.num_to_draft = self.scheduler.draft_lengths.after(slots, len(seqs.order))
+            if plan.samples is not None:
+                plan.num_to_draft[~plan.samples] = 0
         if self.config.async_scheduling:
             sampled = slots if plan.samples is None else slots[plan.samples]
             seqs.target[sampled] += 1
             if plan.drafts is not None:
                 seqs.target[slots] += plan.drafts
-            if self.config.num_speculative_tokens:
+            if plan.num_to_draft is not None:
                 # The drafts of the next step are not known yet; placeholders stand for them.
-                seqs.drafts[sampled] = self.config.num_speculative_tokens
+                made = plan.num_to_draft if plan.samples is None else plan.num_to_draft[plan.samples]
+                seqs.drafts[sampled] = made
         return plan
 
     def _starved(self, slots: Slots) -> list[int]:
