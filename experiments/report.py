@@ -1,22 +1,17 @@
-"""One HTML file that answers a run: verdict, headline numbers, pictures. No network, no other file.
-
-The page carries plotly.js inside and forbids itself to load anything: it opens from a mail attachment.
-"""
+"""One HTML file that answers a run: verdict, headline numbers, pictures. No network, no other file."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import report_figures as figures
-from experiments import theme
 from experiments.certainty import THIN_MARK, certainty_lines, headline_rows
+from experiments.page import list_section, page, plot_section, table_section, write_page
 from experiments.report_figures import Roofline
-from experiments.results import writable
 from sim.meta import meta_value
 from sim.metrics import Summary
 from sim.record import RunRecord
@@ -25,18 +20,6 @@ from sim.verdict import Verdict
 
 if TYPE_CHECKING:
     from sim.certainty import Certainty
-
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-CONFIG = {"responsive": True, "displaylogo": False, "modeBarButtonsToRemove": ["lasso2d", "select2d"]}
-
-SETTLE = """
-const touch = matchMedia('(hover: none)').matches;
-addEventListener('load', () => document.querySelectorAll('.plotly-graph-div').forEach(plot => {
-  if (touch) Plotly.relayout(plot, {dragmode: false});
-  Plotly.Plots.resize(plot);
-}));
-"""
-"""Fit plots to columns that were laid out after them, and leave dragging to the page where fingers scroll."""
 
 Panel = tuple[str, str, Any, bool]
 """Heading, how to read it, the figure, and whether it takes the page's whole width."""
@@ -51,14 +34,13 @@ def write_report(
     roofline: Roofline | None = None,
     title: str | None = None,
     certainty: Certainty | None = None,
+    notes: Sequence[str] = (),
 ) -> Path:
-    """Write the report and return its path. Raises UsageError when the file cannot be written."""
-    target = Path(path)
-    text = report_html(record, summary, verdict, roofline=roofline, title=title, certainty=certainty)
-    with writable(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-    return target
+    """Write the report and return its path; `notes` stand below the verdict. Raises UsageError."""
+    text = report_html(
+        record, summary, verdict, roofline=roofline, title=title, certainty=certainty, notes=notes
+    )
+    return write_page(text, path)
 
 
 def report_html(
@@ -69,43 +51,22 @@ def report_html(
     roofline: Roofline | None = None,
     title: str | None = None,
     certainty: Certainty | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
     """The report as one HTML document, the same bytes for the same run."""
-    offline: Any = import_module("plotly.offline")
-    name = title or " · ".join(_facts(record, "label", "model_id", "gpu"))
-    name = escape(name or "Run")
-    body = "\n".join(
-        [
-            f"<h1>{name}</h1>",
-            f'<p class="sub">{escape(_subtitle(record, summary))}</p>',
-            _verdict(record, summary, verdict),
-            _cards(summary, certainty),
-            *([_certainty(certainty)] if certainty is not None else []),
-            *_panels(panels(record, summary, roofline)),
-            _latency_table(summary),
-            _engine_table(record, summary),
-            _footer(record),
-        ]
-    )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{name} · TokenTwin</title>
-<style>{theme.CSS}</style>
-<script>{offline.get_plotlyjs()}</script>
-</head>
-<body>
-<main>
-<noscript><p>The numbers are below; the pictures need JavaScript.</p></noscript>
-{body}
-</main>
-<script>{SETTLE}</script>
-</body>
-</html>
-"""
+    name = title or " · ".join(_facts(record, "label", "model_id", "gpu")) or "Run"
+    body = [
+        f"<h1>{escape(name)}</h1>",
+        f'<p class="sub">{escape(_subtitle(record, summary))}</p>',
+        _verdict(record, summary, verdict, notes),
+        _cards(summary, certainty),
+        *([_certainty(certainty)] if certainty is not None else []),
+        *laid_out(panels(record, summary, roofline)),
+        _latency_table(summary),
+        _engine_table(record, summary),
+        _footer(record),
+    ]
+    return page(name, body)
 
 
 def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> list[Panel]:
@@ -178,23 +139,11 @@ def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> li
     return out
 
 
-def _panels(items: Iterable[Panel]) -> Iterable[str]:
-    plotly_io: Any = import_module("plotly.io")
+def laid_out(items: Iterable[Panel]) -> Iterable[str]:
+    """Sections of panels, the narrow ones side by side where there is room."""
     narrow: list[str] = []
     for index, (heading, words, fig, wide) in enumerate(items):
-        plot = plotly_io.to_html(
-            fig,
-            config=CONFIG,
-            include_plotlyjs=False,
-            full_html=False,
-            div_id=f"plot-{index}",
-            default_width="100%",
-            default_height=f"{fig.layout.height}px",
-        )
-        section = (
-            f'<section aria-labelledby="h-{index}"><h2 id="h-{index}">{escape(heading)}</h2>'
-            f'<p>{escape(words)}</p><figure aria-label="{escape(heading)}">{plot}</figure></section>'
-        )
+        section = plot_section(index, heading, words, fig)
         if not wide:
             narrow.append(section)
             continue
@@ -215,7 +164,7 @@ def _subtitle(record: RunRecord, summary: Summary) -> str:
     return " · ".join(words)
 
 
-def _verdict(record: RunRecord, summary: Summary, verdict: Verdict) -> str:
+def _verdict(record: RunRecord, summary: Summary, verdict: Verdict, notes: Sequence[str]) -> str:
     lines = []
     if record.interrupted:
         lines.append(("warn", "Interrupted: these results are partial."))
@@ -224,11 +173,7 @@ def _verdict(record: RunRecord, summary: Summary, verdict: Verdict) -> str:
     load = {Load.SATURATED: "bad", Load.STABLE: "good"}.get(verdict.saturation.load, "warn")
     marks += ["bad"] * (len(rest) - 2) + [load, "plain"]
     lines += list(zip(marks, verdict.sentences, strict=True))
-    lines += [("warn", warning) for warning in summary.warnings]
-    items = "".join(f'<li class="{mark}">{escape(text)}</li>' for mark, text in lines)
-    return (
-        f'<section class="verdict" aria-labelledby="h-v"><h2 id="h-v">Verdict</h2><ul>{items}</ul></section>'
-    )
+    return list_section("Verdict", [*lines, *(("warn", text) for text in (*summary.warnings, *notes))])
 
 
 def _certainty(certainty: Certainty) -> str:
@@ -236,14 +181,11 @@ def _certainty(certainty: Certainty) -> str:
     lines = certainty_lines(certainty)
     if not lines:
         return ""
-    items = "".join(
-        f'<li class="{"warn" if line.startswith(("Not", THIN_MARK)) else "plain"}">{escape(line)}</li>'
-        for line in lines
-    )
+    marked = [("warn" if line.startswith(("Not", THIN_MARK)) else "plain", line) for line in lines]
     head = ["", "Predicted", "95% from", "to", "calibration", "noise", "sampling"]
     rows = headline_rows(certainty)
-    table = _table("Intervals and where their variance comes from", head, rows) if rows else ""
-    return f'<section class="verdict"><h2>How sure</h2><ul>{items}</ul></section>{table}'
+    table = table_section("Intervals and where their variance comes from", head, rows) if rows else ""
+    return list_section("How sure", marked) + table
 
 
 def _between(certainty: Certainty | None, name: str) -> str:
@@ -279,9 +221,11 @@ def _latency_table(s: Summary) -> str:
     head = ["ms", "Mean", "Std", *(f"P{p:g}" for p in points), "Max"]
     rows = []
     for name, stats in (("TTFT", s.ttft), ("TPOT", s.tpot), ("ITL (per event)", s.itl), ("E2EL", s.e2el)):
+        if name.startswith("ITL") and not stats.count:
+            continue
         values = [stats.mean_s, stats.std_s, *(v for _, v in stats.percentiles_s), stats.max_s]
         rows.append([name, *(_number(v * 1000) for v in values)])
-    return _table("Latencies", head, rows)
+    return table_section("Latencies", head, rows)
 
 
 def _engine_table(record: RunRecord, s: Summary) -> str:
@@ -297,17 +241,7 @@ def _engine_table(record: RunRecord, s: Summary) -> str:
         ["Batch", f"{record.max_num_seqs:,} sequences", f"{record.max_num_batched_tokens:,} tokens a step"],
         ["KV cache", f"{record.num_pages:,} pages", f"of {record.page_tokens} tokens"],
     ]
-    return _table("Stages and engine", ["", "", ""], rows)
-
-
-def _table(heading: str, head: list[str], rows: list[list[str]]) -> str:
-    top = "".join(f'<th scope="col">{escape(h)}</th>' for h in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-    titles = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
-    return (
-        f'<section><h2>{escape(heading)}</h2><div class="scroll"><table>{titles}<tbody>{body}</tbody></table>'
-        "</div></section>"
-    )
+    return table_section("Stages and engine", ["", "", ""], rows)
 
 
 def _footer(record: RunRecord) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from sim.metrics import Summary
 from sim.record import Floats, RunRecord, Status
 from sim.slo import Slo
 
+if TYPE_CHECKING:
+    from sim.deployment import Built
+
 Figure = Any
 """A `plotly.graph_objects.Figure`."""
 
@@ -41,6 +44,23 @@ class Roofline:
     peak_flops_per_s: float
     peak_bytes_per_s: float
     device: str = ""
+
+
+def step_roofline(record: RunRecord, built: Built) -> Roofline:
+    """FLOPs and bytes of every step on one device, beside the device's peaks.
+
+    Every prompt chunk counts as sampled once, which overstates the LM head's work of unfinished chunks.
+    """
+    s, pricer = record.steps, built.pricer
+    flops, num_bytes = pricer.step_work(
+        s.num_tokens,
+        s.num_decodes + s.num_prefills,
+        s.prefill_attention_area,
+        s.prefill_context_sum,
+        s.decode_context_sum,
+    )
+    peaks = (pricer.peak_flops, pricer.peak_bytes_per_s)
+    return Roofline(flops, num_bytes, *peaks, device=built.profile.facts.product)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +94,10 @@ def clock(record: RunRecord) -> Clock:
 
 
 def latency_ecdf(record: RunRecord, summary: Summary, metric: str) -> Figure:
-    """Share of requests within a latency, for "ttft" or "tpot", per tenant where there are several."""
+    """Share of requests within a latency, for "ttft", "tpot" or "e2el", per tenant where there are several."""
     lat, r = latencies(record), record.requests
-    values_s = {"ttft": lat.ttft_s, "tpot": np.where(r.output_tokens > 1, lat.tpot_s, np.nan)}[metric]
+    tpot_s = np.where(r.output_tokens > 1, lat.tpot_s, np.nan)
+    values_s = {"ttft": lat.ttft_s, "tpot": tpot_s, "e2el": lat.e2el_s}[metric]
     values_ms = np.where(r.status == Status.FINISHED, values_s, np.nan) * 1000
     fig = theme.figure()
     several = len(record.tenants) > 1
@@ -179,38 +200,28 @@ def load_over_time(record: RunRecord) -> Figure:
 
 
 def throughput_over_time(record: RunRecord) -> Figure:
-    """Tokens per second above; requests in the system and arrivals per second below."""
+    """Tokens per second above, where their times are known; arrivals per second; requests in the system."""
     at, r = clock(record), record.requests
-    fig = theme.stacked(3, height=560)
-    t, rate = output_rate_per_s(record, at.from_s, at.to_s)
-    fig.add_scatter(
-        x=at(t),
-        y=rate,
-        name="output tokens/s",
-        mode="lines",
-        line={"color": theme.GREEN, "width": 1.4},
-        row=1,
-        col=1,
-    )
+    timed = len(record.tokens.first_step) > 0
+    row = 1 + timed
+    fig = theme.stacked(row + 1, height=560 if timed else 400)
+    if timed:
+        t, rate = output_rate_per_s(record, at.from_s, at.to_s)
+        line = {"color": theme.GREEN, "width": 1.4}
+        fig.add_scatter(x=at(t), y=rate, name="output tokens/s", mode="lines", line=line, row=1, col=1)
     buckets = 60
     for name, times_s, colour in (
         ("arrivals/s", r.sent_s, theme.BLUE),
         ("completions/s", r.last_token_s, theme.ORANGE),
     ):
         t, rate = rate_per_s(times_s, at.from_s, at.to_s, buckets)
-        fig.add_scatter(
-            x=at(t),
-            y=rate,
-            name=name,
-            mode="lines",
-            line={"color": colour, "shape": "hvh", "width": 1.6},
-            row=2,
-            col=1,
-        )
-    _banded(fig, at, band(in_system(record), at.from_s, at.to_s), "requests in the system", theme.PURPLE, 3)
-    for row, title in enumerate(("Tokens/s", "Requests/s", "Requests"), 1):
-        fig.update_yaxes(title_text=title, rangemode="tozero", row=row, col=1)
-    return fig.update_xaxes(title_text=at.title, row=3, col=1)
+        line = {"color": colour, "shape": "hvh", "width": 1.6}
+        fig.add_scatter(x=at(t), y=rate, name=name, mode="lines", line=line, row=row, col=1)
+    inside = band(in_system(record), at.from_s, at.to_s)
+    _banded(fig, at, inside, "requests in the system", theme.PURPLE, row + 1)
+    for number, title in enumerate([*["Tokens/s"] * timed, "Requests/s", "Requests"], 1):
+        fig.update_yaxes(title_text=title, rangemode="tozero", row=number, col=1)
+    return fig.update_xaxes(title_text=at.title, row=row + 1, col=1)
 
 
 def window_s(record: RunRecord) -> float:

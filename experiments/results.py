@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 RESULT, RUN, REQUESTS, STEPS = "result.json", "run.json", "requests.parquet", "steps.parquet"
+TOKENS, CERTAINTY = "tokens.parquet", "certainty.json"
 BACKEND_SIM, BACKEND_REAL = "sim", "tokentwin-engine"
 METRICS = ("ttft", "tpot", "itl", "e2el")
 DETAILED_KEYS = (
@@ -144,6 +145,7 @@ def save_run(
 ) -> list[Path]:
     """Write a run into a folder, made if missing, and return the files in the order they were written.
 
+    `steps` adds the step table and the times of tokens, from which `experiments.saved` makes the same report again.
     `append` adds the result JSON on a line of its own to `filename` instead of replacing it. Raises
     UsageError when the folder cannot be written.
     """
@@ -161,12 +163,17 @@ def save_run(
     )
     paths = [save_result(result, folder / filename, append=append), folder / RUN, folder / REQUESTS]
     with writable(folder):
-        what = json.dumps(_strict(run_json(record)), indent=1, allow_nan=False)
+        what = json.dumps(_strict(run_json(record, summary)), indent=1, allow_nan=False)
         paths[1].write_text(what + "\n", encoding="utf-8")
         _write_parquet(request_columns(record), paths[2])
         if steps:
-            paths.append(folder / STEPS)
-            _write_parquet(record.steps.columns(), paths[-1])
+            paths += [folder / STEPS, folder / TOKENS]
+            _write_parquet(record.steps.columns(), paths[-2])
+            _write_parquet(token_columns(record), paths[-1])
+        if certainty is not None:
+            paths.append(folder / CERTAINTY)
+            text = json.dumps(_finite_only(asdict(certainty)), allow_nan=False)
+            paths[-1].write_text(text + "\n", encoding="utf-8")
     return paths
 
 
@@ -195,9 +202,12 @@ def load_run(folder: str | Path, filename: str = RESULT) -> SavedRun:
     return SavedRun(base, result, run)
 
 
-def run_json(record: RunRecord) -> dict[str, Any]:
-    """What was run: `meta` (argv, config, seed, version, commit, profile hash) and the capacity."""
+def run_json(record: RunRecord, summary: Summary) -> dict[str, Any]:
+    """What was run: `meta` (argv, config, seed, version, commit, profile hash), the promises and the capacity."""
     return {
+        "slos": {outcome.slo.name: outcome.slo.limit_s for outcome in summary.slos},
+        "goodput_s": summary.goodput_limits.limits_s(),
+        "percentiles": [p for p, _ in summary.ttft.percentiles_s],
         **record.meta,
         "partial": record.interrupted,
         "capacity": {
@@ -208,7 +218,7 @@ def run_json(record: RunRecord) -> dict[str, Any]:
             "max_num_batched_tokens": record.max_num_batched_tokens,
         },
         "end_s": record.end_s,
-        "tenants": [t.name for t in record.tenants],
+        "tenants": [asdict(tenant) for tenant in record.tenants],
         "warnings": list(record.warnings),
     }
 
@@ -223,6 +233,14 @@ def request_columns(record: RunRecord) -> dict[str, np.ndarray[Any, Any]]:
     columns["status"] = words[columns["status"]]
     columns |= {"ttft_s": lat.ttft_s, "tpot_s": lat.tpot_s, "e2el_s": lat.e2el_s}
     return columns | {f"{name}_s": times_s for name, times_s in stages.items() if f"{name}_s" not in columns}
+
+
+def token_columns(record: RunRecord) -> dict[str, np.ndarray[Any, Any]]:
+    """The token ranges, a row each, by the request's row in the request table."""
+    tokens = record.tokens
+    owner = np.repeat(np.arange(len(record.requests)), np.diff(tokens.offsets))
+    columns = {f.name: getattr(tokens, f.name) for f in fields(tokens) if f.name != "offsets"}
+    return {"request": owner, **columns}
 
 
 @contextmanager
@@ -384,6 +402,18 @@ def _metadata(items: Mapping[str, str] | Sequence[str], known: set[str]) -> dict
         if key in known:
             raise UsageError(f"--metadata: {key!r} is the name of a result; choose another key")
     return pairs
+
+
+def _finite_only(value: Any) -> Any:
+    """The same value for JSON; a figure without a number is left out of its mapping, as if it were not known."""
+    if isinstance(value, Mapping):
+        kept = {k: v for k, v in value.items() if not (isinstance(v, float) and not math.isfinite(v))}
+        return {str(k): _finite_only(v) for k, v in kept.items()}
+    if isinstance(value, list | tuple):
+        return [_finite_only(v) for v in value]
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _strict(value: Any) -> Any:

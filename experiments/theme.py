@@ -80,38 +80,45 @@ def _axis() -> dict[str, Any]:
 
 
 CSS = f"""
-:root {{ color-scheme: light; }}
+:root {{ color-scheme: light dark; --ink: {INK}; --soft: #555C66; --rule: {RULE}; --page: #F6F7F9; --card: #FFFFFF; }}
+:root {{ --good: #00704F; --bad: #B04400; --warn: #8A5A00; --accent: {BLUE}; }}
+@media screen and (prefers-color-scheme: dark) {{
+  :root {{ --ink: #E4E7EB; --soft: #A9B1BC; --rule: #343A42; --page: #111418; --card: #1B1F24; }}
+  :root {{ --good: #35C99A; --bad: #FF9A5C; --warn: #F0B840; --accent: {SKY}; }}
+}}
 * {{ box-sizing: border-box; }}
-body {{ margin: 0; background: #F6F7F9; color: {INK}; font: 16px/1.5 {FONT}; }}
+body {{ margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 {FONT}; }}
 main {{ max-width: 1120px; margin: 0 auto; padding: 20px 16px 48px; }}
-h1 {{ font-size: 1.6rem; line-height: 1.25; margin: 8px 0 4px; }}
+h1 {{ font-size: 1.6rem; line-height: 1.25; margin: 8px 0 4px; overflow-wrap: anywhere; }}
 h2 {{ font-size: 1.1rem; margin: 0 0 4px; }}
-.sub {{ color: #555C66; margin: 0 0 16px; overflow-wrap: anywhere; }}
-section, .card {{ background: white; border: 1px solid {RULE}; border-radius: 8px; }}
+a {{ color: var(--accent); }}
+:focus-visible {{ outline: 3px solid var(--accent); outline-offset: 2px; }}
+.sub {{ color: var(--soft); margin: 0 0 16px; overflow-wrap: anywhere; }}
+section, .card {{ background: var(--card); border: 1px solid var(--rule); border-radius: 8px; }}
 section {{ padding: 16px; margin: 0 0 16px; }}
-section > p {{ margin: 0 0 8px; color: #555C66; font-size: .92rem; }}
+section > p {{ margin: 0 0 8px; color: var(--soft); font-size: .92rem; }}
 .cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }}
 .cards {{ margin: 0 0 16px; }}
 .card {{ padding: 10px 14px; }}
 .card b {{ display: block; font-size: 1.45rem; line-height: 1.3; font-variant-numeric: tabular-nums; }}
-.card span {{ color: #555C66; font-size: .85rem; }}
+.card span {{ color: var(--soft); font-size: .85rem; }}
 .verdict ul {{ margin: 6px 0 0; padding: 0; list-style: none; }}
-.verdict li {{ padding: 3px 0 3px 1.7em; text-indent: -1.7em; }}
+.verdict li {{ padding: 3px 0 3px 1.7em; text-indent: -1.7em; overflow-wrap: anywhere; }}
 .verdict li::before {{ content: "•"; display: inline-block; width: 1.7em; text-indent: 0; }}
 .verdict li::before {{ font-weight: 700; }}
-.verdict li.good::before {{ content: "✓"; color: #00704F; }}
-.verdict li.bad::before {{ content: "✗"; color: #B04400; }}
-.verdict li.warn::before {{ content: "!"; color: #8A5A00; }}
+.verdict li.good::before {{ content: "✓"; color: var(--good); }}
+.verdict li.bad::before {{ content: "✗"; color: var(--bad); }}
+.verdict li.warn::before {{ content: "!"; color: var(--warn); }}
 .grid {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }}
 .grid {{ gap: 0 16px; }}
 .grid > section {{ min-width: 0; }}
 figure {{ margin: 0; min-width: 0; overflow: hidden; }}
 table {{ border-collapse: collapse; width: 100%; font-size: .92rem; }}
 td {{ font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: right; padding: 5px 8px; border-bottom: 1px solid {RULE}; white-space: nowrap; }}
+th, td {{ text-align: right; padding: 5px 8px; border-bottom: 1px solid var(--rule); white-space: nowrap; }}
 th:first-child, td:first-child {{ text-align: left; white-space: normal; }}
 .scroll {{ overflow-x: auto; }}
-footer {{ color: #555C66; font-size: .85rem; overflow-wrap: anywhere; }}
+footer {{ color: var(--soft); font-size: .85rem; overflow-wrap: anywhere; }}
 @media (hover: none) {{ .modebar {{ display: none !important; }} }}
 @media print {{
   body {{ background: white; font-size: 12px; }}

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments import theme
-from experiments.report import CONFIG, POLICY, SETTLE
-from experiments.results import writable
+from experiments.page import page, plot_section, write_page
 from sim.record import Floats, Ints, RunRecord
 
 THRESHOLDS_MS = (25.0, 50.0)
@@ -27,48 +25,13 @@ def write_timeline(
     record: RunRecord, path: str | Path, *, thresholds_ms: Sequence[float] = THRESHOLDS_MS
 ) -> Path:
     """Write the page and return its path. Raises UsageError when it cannot be written."""
-    target = Path(path)
-    offline: Any = import_module("plotly.offline")
-    plotly_io: Any = import_module("plotly.io")
     fig = timeline(record, thresholds_ms=thresholds_ms)
-    plot = plotly_io.to_html(
-        fig,
-        config=CONFIG,
-        include_plotlyjs=False,
-        full_html=False,
-        div_id="plot-timeline",
-        default_width="100%",
-        default_height=f"{fig.layout.height}px",
-    )
     count = len(record.requests)
     words = f"The first {MAX_REQUESTS:,} of {count:,} requests" if count > MAX_REQUESTS else "Every request"
-    title = escape(" · ".join(str(record.meta[k]) for k in ("label", "model_id") if record.meta.get(k)))
-    text = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>Timeline · TokenTwin</title>
-<style>{theme.CSS}</style>
-<script>{offline.get_plotlyjs()}</script>
-</head>
-<body>
-<main>
-<h1>Timeline</h1>
-<p class="sub">{title}</p>
-<section><h2>Requests over time</h2>
-<p>{words}, from sending to the last token; colours are the gaps between tokens.</p>
-<figure aria-label="Requests over time">{plot}</figure></section>
-</main>
-<script>{SETTLE}</script>
-</body>
-</html>
-"""
-    with writable(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-    return target
+    words += ", from sending to the last token; colours are the gaps between tokens."
+    title = " · ".join(str(record.meta[key]) for key in ("label", "model_id") if record.meta.get(key))
+    body = ["<h1>Timeline</h1>", f'<p class="sub">{escape(title)}</p>']
+    return write_page(page("Timeline", [*body, plot_section(0, "Requests over time", words, fig)]), path)
 
 
 def timeline(record: RunRecord, *, thresholds_ms: Sequence[float] = THRESHOLDS_MS) -> Any:

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable
 from html import escape
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from calibration.compare import METRICS, Comparison, Figure
 from experiments import theme
-from experiments.report import CONFIG, POLICY, SETTLE
+from experiments.page import page, plot_section
 from experiments.results import writable
 from experiments.series import ecdf
 
@@ -68,9 +67,8 @@ def validation_lines(comparison: Comparison, tolerance: float | None = None) -> 
 
 def validation_html(comparison: Comparison) -> str:
     """The page as one HTML document that loads nothing; the same bytes for the same comparison."""
-    offline: Any = import_module("plotly.offline")
     title = escape(comparison.title)
-    plots = "".join(_plot(i, *panel) for i, panel in enumerate(_panels(comparison)))
+    plots = "".join(plot_section(i, *panel) for i, panel in enumerate(_panels(comparison)))
     facts = [*_totals(comparison), *([_pages(comparison)] if comparison.pages else [])]
     facts += [
         f"{s.name} over time: RMS difference {s.rms * (100 if s.name == 'kv' else 1):.2f}"
@@ -78,29 +76,15 @@ def validation_html(comparison: Comparison) -> str:
     ]
     notes = "".join(f'<li class="plain">{escape(text)}</li>' for text in (*facts, *comparison.notes))
     settings = escape(json.dumps(_strict(dict(comparison.settings)), indent=1))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{title} · TokenTwin validation</title>
-<style>{theme.CSS}</style>
-<script>{offline.get_plotlyjs()}</script>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-<p class="sub">The real run in black, its twin in orange. Errors are twin / real − 1.</p>
-<section class="verdict" aria-labelledby="h-v"><h2 id="h-v">How close</h2><ul>{notes}</ul></section>
-{_table(comparison.figures)}
-{plots}
-<section><h2>Settings</h2><div class="scroll"><pre>{settings}</pre></div></section>
-</main>
-<script>{SETTLE}</script>
-</body>
-</html>
-"""
+    body = [
+        f"<h1>{title}</h1>",
+        '<p class="sub">The real run in black, its twin in orange. Errors are twin / real − 1.</p>',
+        f'<section class="verdict" aria-labelledby="h-v"><h2 id="h-v">How close</h2><ul>{notes}</ul></section>',
+        _table(comparison.figures),
+        plots,
+        f'<section><h2>Settings</h2><div class="scroll"><pre>{settings}</pre></div></section>',
+    ]
+    return page(f"{comparison.title} · validation", body)
 
 
 def _totals(comparison: Comparison) -> list[str]:
@@ -181,23 +165,6 @@ def _parity(points: list[Figure]) -> Any:
             )
     fig.update_xaxes(type="log", title_text="Real (ms)")
     return fig.update_yaxes(type="log", title_text="Twin (ms)")
-
-
-def _plot(index: int, heading: str, words: str, fig: Any) -> str:
-    plotly_io: Any = import_module("plotly.io")
-    plot = plotly_io.to_html(
-        fig,
-        config=CONFIG,
-        include_plotlyjs=False,
-        full_html=False,
-        div_id=f"plot-{index}",
-        default_width="100%",
-        default_height=f"{fig.layout.height}px",
-    )
-    return (
-        f'<section aria-labelledby="h-{index}"><h2 id="h-{index}">{escape(heading)}</h2>'
-        f'<p>{escape(words)}</p><figure aria-label="{escape(heading)}">{plot}</figure></section>'
-    )
 
 
 def _table(figures: Iterable[Figure]) -> str:

@@ -119,7 +119,7 @@ def test_the_same_run_gives_the_same_bytes(
     for name in ("a", "b"):
         save_run(run, summarise(run), tmp_path / name, detailed=True, steps=True)
     files = sorted(p.name for p in (tmp_path / "a").iterdir())
-    assert files == ["requests.parquet", "result.json", "run.json", "steps.parquet"]
+    assert files == ["requests.parquet", "result.json", "run.json", "steps.parquet", "tokens.parquet"]
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert load_run(tmp_path / "a").result["date"] == "20231114-221320"
