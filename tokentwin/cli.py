@@ -32,6 +32,7 @@ COMMANDS = (
     ("plan", "plan:plan", "Find the cheapest fleet that keeps its promises under a traffic."),
     ("sweep", "sweep:sweep", "Run many points over any flags, in parallel; results in Parquet as they come."),
     ("memory", "memory:memory", "Work out where a GPU's memory goes and how many KV pages are left."),
+    ("compare", "compare:compare", "Say what variants of a deployment gain and cost on the same workload."),
     ("diff", "diff:diff", "Explain why two runs differ: workload, schedule, kernel times or host."),
     ("conformance", "conformance:conformance", "Replay recorded vLLM schedules and compare every decision."),
     (

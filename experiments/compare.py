@@ -1,0 +1,294 @@
+"""Deployments side by side on one workload: paired differences with intervals, judged as gains and losses.
+
+Two ways to a difference. Simulated pairs meet the same requests, step noise and calibration errors in every
+replication (common random numbers, `sim.replications`). Two runs that already happened are paired request by request
+(`experiments.compare_saved`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sim.deployment import Built
+from sim.intervals import Difference, Draw, Figures, Replicated, compare, gather, plan_draws
+from sim.latency import DEFAULT_PERCENTILES
+from sim.metrics import Summary, summarise
+from sim.record import RunRecord
+from sim.replications import SHARES, deployment_spread, figures, is_drawn, run_draws, simulate_draw
+from sim.slo import Goodput, Slo
+from sim.workload import Workload, WorkloadSpec, load_workload
+
+GAIN, LOSS, SAME, OPEN = "gain", "loss", "no difference", "not judged"
+EFFECTS = (GAIN, LOSS, SAME, OPEN)
+
+_NAMED = {
+    "request_throughput": ("Requests/s", 1.0, 1),
+    "output_throughput": ("Output tok/s", 1.0, 1),
+    "total_token_throughput": ("Total tok/s", 1.0, 1),
+    "request_goodput": ("Goodput (req/s)", 1.0, 1),
+    "output_throughput_per_gpu": ("Output tok/s per GPU", 1.0, 1),
+    "slo_attainment": ("SLO attainment (%)", 100.0, 1),
+    "prefix_hit_rate": ("Prefix cache hits (%)", 100.0, 1),
+    "failed_share": ("Failed requests (%)", 100.0, -1),
+    "preemptions": ("Preemptions/request", 1.0, -1),
+    "mean_queue": ("Mean queue (ms)", 1000.0, -1),
+}
+"""Label, factor to the printed unit, and which way is better."""
+_SHARES = (*SHARES, "prefix_hit_rate", "failed_share")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """How a figure is printed, and which way is better: 1 higher, -1 lower."""
+
+    name: str
+    label: str
+    scale: float
+    better: int
+
+    @classmethod
+    def of(cls, name: str) -> Metric:
+        """From a name such as `p95_ttft`; latencies are seconds, better when lower."""
+        if name in _NAMED:
+            return cls(name, *_NAMED[name])
+        statistic, _, metric = name.rpartition("_")
+        return cls(name, f"{statistic.capitalize()} {metric.upper()} (ms)", 1000.0, -1)
+
+    def text(self, value: float) -> str:
+        """A value as it is printed, in the unit of the label: four figures, two decimals at most."""
+        shown = value * self.scale
+        if not math.isfinite(shown):
+            return "-"
+        digits = max(0, min(2, 4 - len(f"{abs(shown):.0f}")))
+        return f"{shown:,.{digits}f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure of a variant against the base. `low` and `high` bound the difference; None where nothing does."""
+
+    metric: Metric
+    base: float
+    variant: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def difference(self) -> float:
+        """Variant minus base."""
+        return self.variant - self.base
+
+    @property
+    def effect(self) -> str:
+        """`gain`, `loss`, `no difference` (0 lies in the interval, or both print alike) or `not judged`."""
+        if self.metric.text(self.base) == self.metric.text(self.variant):
+            return SAME
+        if self.low is None or self.high is None:
+            return OPEN
+        if self.low <= 0.0 <= self.high:
+            return SAME
+        return GAIN if self.difference * self.metric.better > 0 else LOSS
+
+    def relative(self, difference: float) -> float | None:
+        """A difference as a share of the base's value; None where that is 0."""
+        return difference / self.base if self.base > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What one variant changes. `differs` holds (base, variant) by name of the option."""
+
+    name: str
+    changes: tuple[Change, ...]
+    differs: Mapping[str, tuple[object, object]]
+    notes: tuple[str, ...] = ()
+
+    def having(self, effect: str) -> list[Change]:
+        """The changes of one effect, the largest relative ones first."""
+        found = [change for change in self.changes if change.effect == effect]
+        return sorted(found, key=lambda c: -abs(c.relative(c.difference) or math.inf))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A base and its variants. `method` says in a sentence what the intervals cover."""
+
+    base: str
+    variants: tuple[Variant, ...]
+    method: str
+    workload: str = ""
+    lost: int = 0
+    """Requests that never ended in one of the nominal runs."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of every deployment alike."""
+
+    workload: WorkloadSpec | Workload
+    seed: int = 0
+    replications: int | None = None
+    """None makes `EIGHT`, or `FOUR` where a run has many steps."""
+    goodput: Goodput | None = None
+    slos: Sequence[Slo] = ()
+    percentiles: Sequence[float] = DEFAULT_PERCENTILES
+    fast_forward: bool = True
+    until_s: float = math.inf
+
+
+EIGHT, FOUR, MANY_STEPS = 8, 4, 30_000
+
+
+def compare_deployments(
+    deployments: Mapping[str, Built],
+    question: Question,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """The first deployment against each of the others. A deployment that equals the base is not run again.
+
+    Raises `UsageError` where a deployment cannot run the workload, KeyboardInterrupt when interrupted.
+    """
+    workload = question.workload
+    requests = load_workload(workload, seed=question.seed) if isinstance(workload, WorkloadSpec) else workload
+    names = list(deployments)
+    base = deployments[names[0]]
+    distinct = [names[0], *(name for name in names[1:] if deployments[name].deployment != base.deployment)]
+    devices = {name: num_devices(built) for name, built in deployments.items()}
+    by_device = len(set(devices.values())) > 1
+    nominal = {name: _nominal(deployments[name], requests, question) for name in distinct}
+    count = question.replications
+    if count is None:
+        count = FOUR if max(s.num_steps for s in nominal.values()) > MANY_STEPS else EIGHT
+    done = 0
+
+    def told(one: int, total: int) -> None:
+        if progress is not None:
+            progress(done * total + one, len(distinct) * total)
+
+    found: dict[str, Replicated] = {}
+    for name in distinct:
+        per_device = devices[name] if by_device else None
+        found[name] = _replicated(
+            deployments[name], question, requests, count, nominal[name], per_device, told
+        )
+        done += 1
+    variants = []
+    for name in names[1:]:
+        same = name not in found
+        differences = compare(found[names[0]], found[names[0] if same else name])
+        notes = ("the same deployment as the base",) if same else ()
+        variants.append(Variant(name, changes_of(differences), differing(base, deployments[name]), notes))
+    return Comparison(
+        names[0],
+        tuple(variants),
+        f"95% intervals of the paired difference in another run of this traffic, from {count} replications under "
+        "common random numbers: same requests, same step noise, same calibration errors",
+        workload=f"{requests.name}, {len(requests):,} requests, seed {question.seed}",
+        lost=max(len(requests) - s.completed - s.rejected for s in nominal.values()),
+    )
+
+
+def changes_of(differences: Mapping[str, Difference]) -> tuple[Change, ...]:
+    """Paired differences as changes, in their order, without those that only repeat another one."""
+    return tuple(
+        Change(Metric.of(name), d.a, d.b, _exact(d.low, d.a), _exact(d.high, d.a))
+        for name, d in differences.items()
+        if name in _NAMED or not name.startswith(("slo_", "p50_"))
+    )
+
+
+def _exact(end: float, base: float) -> float:
+    """An end without the rounding of the log scale, so that equal runs differ by 0."""
+    return 0.0 if abs(end) < 1e-12 * abs(base) else end
+
+
+def all_figures(summary: Summary, devices: int | None = None) -> dict[str, float]:
+    """Every figure that has a direction; throughput per device where deployments have different numbers of them."""
+    out = figures(summary)
+    sent = max(summary.sent, 1)
+    out["mean_queue"] = summary.stage_mean_s["queue"]
+    out["failed_share"] = summary.failed / sent
+    out["preemptions"] = summary.preemptions / sent
+    out["prefix_hit_rate"] = summary.prefix_hit_rate
+    if devices is not None:
+        out["output_throughput_per_gpu"] = summary.output_throughput / devices
+    return out
+
+
+def num_devices(built: Built) -> int:
+    """GPUs that a deployment takes."""
+    return built.deployment.tensor_parallel_size * built.deployment.data_parallel_size
+
+
+def differing(a: Built, b: Built) -> dict[str, tuple[object, object]]:
+    """Options whose values differ, limits that were left open worked out; KV pages where those follow."""
+    first, second = _options(a), _options(b)
+    return {
+        name: (first.get(name), second.get(name))
+        for name in dict.fromkeys([*first, *second])
+        if first.get(name) != second.get(name)
+    }
+
+
+def _options(built: Built) -> dict[str, object]:
+    limits = built.limits
+    worked_out = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "async_scheduling")
+    return {
+        **built.deployment.model_dump(mode="json"),
+        **{name: getattr(limits, name) for name in worked_out},
+        "kv_pages": limits.num_pages,
+    }
+
+
+def _judge(record: RunRecord, question: Question) -> Summary:
+    return summarise(
+        record,
+        percentiles=question.percentiles,
+        goodput=question.goodput,
+        slos=question.slos,
+    )
+
+
+def _nominal(built: Built, requests: Workload, question: Question) -> Summary:
+    spread = deployment_spread(built)
+    record = simulate_draw(
+        Draw(),
+        built,
+        spread,
+        requests,
+        requests,
+        fast_forward=question.fast_forward,
+        until_s=question.until_s,
+    )
+    return _judge(record, question)
+
+
+def _replicated(
+    built: Built,
+    question: Question,
+    requests: Workload,
+    count: int,
+    nominal: Summary,
+    devices: int | None,
+    progress: Callable[[int, int], None],
+) -> Replicated:
+    spread = deployment_spread(built)
+
+    def evaluate(draw: Draw) -> Figures:
+        record = simulate_draw(
+            draw,
+            built,
+            spread,
+            question.workload,
+            requests,
+            fast_forward=question.fast_forward,
+            until_s=question.until_s,
+        )
+        return all_figures(_judge(record, question), devices)
+
+    draws = plan_draws(spread, seed=question.seed, replications=count, resample=is_drawn(question.workload))
+    results = [all_figures(nominal, devices), *run_draws(evaluate, draws[1:], progress=progress)]
+    return gather(spread, draws, results, shares=_SHARES)
