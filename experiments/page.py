@@ -90,7 +90,13 @@ def table_section(heading: str, head: Sequence[str], rows: Iterable[Sequence[str
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     titles = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return framed(heading, f"<table>{titles}<tbody>{lines}</tbody></table>")
+
+
+def framed(heading: str, table: str) -> str:
+    """A finished table under a heading, which scrolls by itself where the page is narrower (with the keyboard too)."""
+    name = escape(heading)
     return (
-        f'<section><h2>{escape(heading)}</h2><div class="scroll" tabindex="0" role="region" '
-        f'aria-label="{escape(heading)}"><table>{titles}<tbody>{lines}</tbody></table></div></section>'
+        f'<section><h2>{name}</h2><div class="scroll" tabindex="0" role="region" aria-label="{name}">'
+        f"{table}</div></section>"
     )

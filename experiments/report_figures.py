@@ -113,12 +113,17 @@ def latency_ecdf(record: RunRecord, summary: Summary, metric: str) -> Figure:
             line_shape="hv",
             hovertemplate="%{x:.4g} ms: %{y:.2f} %",
         )
-    known = values_ms[values_ms > 0]
     for slo in (o.slo for o in summary.slos if o.slo.metric == metric):
-        _limit(fig, slo)
+        limit_line(fig, slo)
     limit_s = summary.goodput_limits.limits_s().get(metric)
     if limit_s is not None:
         _vertical(fig, limit_s * 1000, f"goodput limit {limit_s * 1000:g} ms", theme.GREY)
+    return latency_axes(fig, metric, values_ms)
+
+
+def latency_axes(fig: Figure, metric: str, values_ms: Floats) -> Figure:
+    """Axes of shares within a latency, logarithmic where the values (NaN allowed) span much."""
+    known = values_ms[values_ms > 0]
     wide = len(known) > 0 and known.max() / known.min() > 30
     fig.update_xaxes(
         title_text=f"{metric.upper()} (ms)" + (", logarithmic" if wide else ""),
@@ -129,7 +134,8 @@ def latency_ecdf(record: RunRecord, summary: Summary, metric: str) -> Figure:
     return fig.update_yaxes(title_text="Share of requests (%)", range=[0, 101])
 
 
-def _limit(fig: Figure, slo: Slo) -> None:
+def limit_line(fig: Figure, slo: Slo) -> None:
+    """An SLO in a plot of shares: where it is, and the point above which the curve must pass."""
     limit_ms = slo.limit_s * 1000
     _vertical(fig, limit_ms, f"SLO {slo.label} ≤ {limit_ms:g} ms", theme.LIMIT)
     if slo.percentile is not None:

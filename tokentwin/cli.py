@@ -32,7 +32,6 @@ COMMANDS = (
     ("plan", "plan:plan", "Find the cheapest fleet that keeps its promises under a traffic."),
     ("sweep", "sweep:sweep", "Run many points over any flags, in parallel; results in Parquet as they come."),
     ("report", "report:report", "Make the page of a saved run again, or of several runs side by side."),
-    ("explore", "explore:explore", "Make a page of a sweep or a plan: limits, fronts, heatmaps, each point."),
     ("diagnose", "diagnose:diagnose", "Say what governs a run's SLO and which simulated change would help."),
     ("memory", "memory:memory", "Work out where a GPU's memory goes and how many KV pages are left."),
     ("compare", "compare:compare", "Say what variants of a deployment gain and cost on the same workload."),

@@ -24,7 +24,8 @@ WORKLOAD = """
 tenants:
   - {name: chat, dataset: {name: random, input_len: 300, output_len: 400}, arrivals: {request_rate: 300},
      num_prompts: 60, slo_class: interactive, goodput: {ttft: 40, tpot: 4}, rtt_ms: 20}
-  - {name: batch, dataset: {name: random, input_len: 900, output_len: 300}, arrivals: {request_rate: 100}, num_prompts: 30}
+  - {name: batch, dataset: {name: random, input_len: 900, output_len: 300}, arrivals: {request_rate: 100},
+     num_prompts: 30}
 """
 
 
