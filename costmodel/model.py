@@ -139,6 +139,12 @@ class ModelShape(BaseModel):
         expert = sum(g.weights for g in self.mlp_gemms())
         return self.num_params - self.num_layers * expert * (self.num_experts - self.experts_per_token)
 
+    @property
+    def attention_tokens(self) -> float:
+        """Context at which a token's attention (4 x heads x head_dim FLOPs a layer and token of context) costs as many
+        FLOPs as all else (2 a parameter)."""
+        return self.active_params / (2 * self.num_layers * self.num_heads * self.head_dim)
+
     def kv_bytes_per_token(self, tp: int = 1, kv_bytes: float = 2.0) -> float:
         """KV cache bytes one token takes on one rank: 2 (K and V) x layers x KV heads x head_dim x bytes."""
         return 2 * self.num_layers * self.kv_heads_per_rank(tp) * self.head_dim * kv_bytes

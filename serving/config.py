@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from serving.errors import UsageError
 
-QUEUE_ORDERS = ("fcfs", "priority", "sjf", "edf")
+QUEUE_ORDERS = ("fcfs", "priority", "sjf", "edf", "fair")
+EVICTION_ORDERS = ("lru", "lfu", "cost", "session")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,14 @@ class SchedulerConfig:
     """Shorten a sequence's drafts to those that stand with at least this probability; 0 is off."""
     prepend_unhashed: bool = True
     """Freed pages without a hash are reused first (vLLM 0.33); off: they queue behind everything (2025)."""
+    kv_eviction: str = "lru"
+    """Which cached page is forgotten first (`serving.eviction`)."""
+    attention_tokens: float = 0.0
+    """Eviction `cost`: context at which a token's attention costs as much as the rest of the model; 0: never."""
+    session_keep_s: float = 60.0
+    """Eviction `session`: how much longer than others a conversation's pages stay after its first answer."""
+    session_decay: float = 0.9
+    """Eviction `session`: the stay shrinks by this factor from turn to turn."""
     swap_pages: int = 0
     """Host pages for preempted sequences; 0, or while they are full: what is preempted is computed again."""
 
@@ -58,6 +67,14 @@ class SchedulerConfig:
             )
         if self.queue_order not in QUEUE_ORDERS:
             raise UsageError(f"queue_order is {self.queue_order!r}; use one of {', '.join(QUEUE_ORDERS)}")
+        if self.kv_eviction not in EVICTION_ORDERS:
+            raise UsageError(f"kv_eviction is {self.kv_eviction!r}; use one of {', '.join(EVICTION_ORDERS)}")
+        if self.kv_eviction != "lru" and not self.enable_prefix_caching:
+            raise UsageError(f"kv_eviction {self.kv_eviction!r} has no effect without prefix caching")
+        if not self.session_keep_s >= 0:
+            raise UsageError(f"session_keep_s is {self.session_keep_s}; use 0 or more seconds")
+        if not 0 < self.session_decay <= 1:
+            raise UsageError(f"session_decay is {self.session_decay}; use more than 0 and at most 1")
         if self.swap_pages < 0:
             raise UsageError(f"swap_pages is {self.swap_pages}; use 0 (off) or more")
         if self.num_speculative_tokens < 0:

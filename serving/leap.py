@@ -94,6 +94,8 @@ def leap(scheduler: Scheduler, steps: int, current: StepPlan | None = None) -> N
         seqs.capacity[slots[rows]] += counts * size
     seqs.computed[slots] = computed + steps
     seqs.known[slots] += steps
+    if scheduler.fair is not None:
+        scheduler.charge_outputs(slots, steps)
     if seqs.target is not seqs.known:
         seqs.target[slots] += steps
     if seqs.num_keyed:

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from serving.request import PageKeys
+from serving.request import PageKeys, Request
 
 Pages = npt.NDArray[np.int32]
 
@@ -47,6 +47,10 @@ class PagePool:
         self._has_key: npt.NDArray[np.bool_] = np.zeros(num_pages + 1, np.bool_)
         self.num_registered = 0
         """How often a page got a key; while it stands still, no prefix can have become longer."""
+        self.num_evicted = 0
+        """How many pages with a key were handed out again and thereby forgotten."""
+        self.now_s = 0.0
+        """Time of the step that is being planned, for pools that ask."""
         # Private identity: which preempted sequence may find the page again.
         self._claim: npt.NDArray[np.int64] = np.full(num_pages + 1, -1, np.int64)
         self._num_claims = 0
@@ -74,6 +78,7 @@ class PagePool:
         if self._index:
             keyed = pages[self._has_key[pages]]
             if len(keyed):
+                self.num_evicted += len(keyed)
                 self._forget(keyed)
         if self._num_claims:
             self._claim[pages] = -1
@@ -98,10 +103,10 @@ class PagePool:
         self._head, self._head_at, self._head_stamp = segment, missing, stamp
         return np.concatenate(parts)
 
-    def release(self, pages: Pages, num_identified: int) -> None:
+    def release(self, pages: Pages, num_identified: int, owner: Request | None = None) -> None:
         """Drop one reference of each page of a sequence, in table order; the first `num_identified` have an identity.
 
-        Pages that nobody else holds join the free queue, tail first.
+        Pages that nobody else holds join the free queue, tail first. `owner` is whose pages they were.
         """
         if not self.caching:
             num_identified = 0

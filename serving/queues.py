@@ -7,6 +7,7 @@ request with the largest key.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
@@ -99,6 +100,82 @@ class Ordered:
         return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
 
 
+class Fair:
+    """Weighted fair sharing between tenants by tokens served (VTC: Sheng et al., "Fairness in Serving Large Language
+    Models", 2024): the next request is of the tenant that has been served least for its weight, first come first.
+
+    A tenant with nothing waiting or running does not save up: when it comes back, its counter is lifted to the least
+    among those that are. Counters are whole tokens, so that served one by one or many at once is the same.
+    """
+
+    PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, deque[Request]] = {}
+        self._served: dict[int, int] = {}
+        self._weights: dict[int, float] = {}
+        self._active: dict[int, int] = {}
+        self._count = 0
+
+    def add(self, request: Request) -> None:
+        tenant = request.tenant
+        if not self._active.get(tenant):
+            others = [self._level(other) for other, live in self._active.items() if live]
+            self._weights[tenant] = request.weight
+            lifted = math.ceil(min(others) * request.weight) if others else 0
+            self._served[tenant] = max(self._served.get(tenant, 0), lifted)
+        self._active[tenant] = self._active.get(tenant, 0) + 1
+        self._waiting.setdefault(tenant, deque()).append(request)
+        self._count += 1
+
+    def put_back(self, request: Request) -> None:
+        self._waiting.setdefault(request.tenant, deque()).appendleft(request)
+        self._count += 1
+
+    def ended(self, request: Request) -> None:
+        """A request that was added is done."""
+        self._active[request.tenant] -= 1
+
+    def charge(self, tenant: int, prompt_tokens: int, output_tokens: int) -> None:
+        """So many tokens were computed for `tenant`."""
+        self._served[tenant] += self.PROMPT_WEIGHT * prompt_tokens + self.OUTPUT_WEIGHT * output_tokens
+
+    def served(self, tenant: int) -> int:
+        """Weighted tokens that a tenant was served (lifts included)."""
+        return self._served.get(tenant, 0)
+
+    def peek(self) -> Request:
+        return self._waiting[self._next()][0]
+
+    def pop(self) -> Request:
+        self._count -= 1
+        return self._waiting[self._next()].popleft()
+
+    def remove(self, request: Request) -> None:
+        self._waiting[request.tenant].remove(request)
+        self._count -= 1
+
+    def victim(self, running: Sequence[Request]) -> int:
+        """The newest sequence of the tenant that has been served most."""
+        return max(range(len(running)), key=lambda i: (self._level(running[i].tenant), i))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Request]:
+        order = sorted(self._waiting, key=lambda tenant: (self._level(tenant), tenant))
+        return (request for tenant in order for request in self._waiting[tenant])
+
+    def _next(self) -> int:
+        return min(
+            (tenant for tenant, waiting in self._waiting.items() if waiting),
+            key=lambda tenant: (self._level(tenant), tenant),
+        )
+
+    def _level(self, tenant: int) -> float:
+        return self._served[tenant] / self._weights[tenant]
+
+
 def _orderable(request_id: Hashable) -> tuple[int, int, str]:
     if isinstance(request_id, int):
         return (0, request_id, "")
@@ -125,4 +202,6 @@ def make_queue(order: str) -> Queue:
     """The queue named `order`: one of `serving.config.QUEUE_ORDERS`."""
     if order == "fcfs":
         return Fcfs()
+    if order == "fair":
+        return Fair()
     return Ordered({"priority": by_priority, "sjf": by_length, "edf": by_deadline}[order])

@@ -81,6 +81,11 @@ class Request:
     """Expected output length, read by the `sjf` queue; `max_tokens` where unknown."""
     keys: PageKeys | Sequence[Hashable] = ()
     tenant: int = 0
+    weight: float = 1.0
+    """Share of the engine that the tenant is owed relative to others, read by the `fair` queue."""
+    session: Hashable | None = None
+    """The conversation that this is a turn of, read by the `session` eviction order."""
+    turn: int = 0
 
     state: State = State.WAITING
     slot: int = -1
@@ -103,6 +108,8 @@ class Request:
     swapped_pages: npt.NDArray[np.int32] | None = field(default=None, repr=False)
     """Host pages that hold its KV while it waits after a preemption by swapping."""
     swapped_tokens: int = 0
+    external_tokens: int = 0
+    """Tokens whose KV another engine computed and sent here: they are not computed at the next admission."""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 0:

@@ -7,6 +7,7 @@ on and the rules that none may break: a request is never lost, pages are counted
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,9 @@ import numpy as np
 
 from serving.config import SchedulerConfig
 from serving.drafting import DraftLengths
-from serving.pages import PagePool
-from serving.plan import ONE_EACH, StepOutcome, StepPlan
-from serving.queues import Queue, make_queue
+from serving.eviction import make_pool
+from serving.plan import ONE_EACH, Slots, StepOutcome, StepPlan
+from serving.queues import Fair, Queue, make_queue
 from serving.request import Request, State, TokenKeys
 from serving.sequences import NEVER, Sequences
 from serving.step import Step
@@ -40,13 +41,12 @@ class Scheduler:
 
         self.config = config
         self.policy: BatchPolicy = policy if policy is not None else Chunked()
-        self.pool = PagePool(
-            config.num_pages, caching=config.enable_prefix_caching, prepend_unhashed=config.prepend_unhashed
-        )
+        self.pool = make_pool(config)
         self.seqs = Sequences(config, self.pool)
         self.draft_lengths = DraftLengths(config, len(self.seqs.requests))
         self.swap = SwapSpace(config.swap_pages)
         self.waiting: Queue = queue if queue is not None else make_queue(config.queue_order)
+        self.fair: Fair | None = self.waiting if isinstance(self.waiting, Fair) else None
         self.watermark_pages = int(config.watermark * (config.num_pages + 1))
         self.num_planned = 0
         self._blocked_at = -1
@@ -114,7 +114,8 @@ class Scheduler:
 
     @head_blocked.setter
     def head_blocked(self, blocked: bool) -> None:
-        self._blocked_at = self.pool.num_registered if blocked else -1
+        # Under fair sharing another request may be the head after the very next step.
+        self._blocked_at = self.pool.num_registered if blocked and self.fair is None else -1
 
     @property
     def num_running(self) -> int:
@@ -140,6 +141,10 @@ class Scheduler:
         """Running requests in order of admission."""
         return (self.seqs.request(slot) for slot in self.seqs.order)
 
+    def unfinished(self) -> Iterator[Request]:
+        """Running and waiting requests in order of arrival."""
+        return iter(self._serials)
+
     def finish_at(self, request: Request) -> int:
         """Known tokens at which a request ends with reason "length"."""
         return min(request.prompt_tokens + request.max_tokens, self.longest)
@@ -153,6 +158,7 @@ class Scheduler:
     def plan(self, now_s: float) -> StepPlan | None:
         """The next step, or None when nothing can be scheduled now."""
         self.wake_s = math.inf
+        self.pool.now_s = now_s
         step = Step(self, now_s)
         self.policy.schedule(step)
         plan = step.finish()
@@ -181,6 +187,8 @@ class Scheduler:
         slots = plan.slots if plan.samples is None else plan.slots[plan.samples]
         known = seqs.known[slots] + 1
         seqs.known[slots] = known
+        if self.fair is not None:
+            self.charge_outputs(slots)
         if seqs.num_keyed and self.config.async_scheduling:
             # A page filled by a token in flight is published when the token arrives.
             seqs.publish_full(slots, seqs.computed[slots] - (seqs.target[slots] - known))
@@ -232,6 +240,8 @@ class Scheduler:
                 if self.config.async_scheduling:
                     seqs.target[slot] -= count - kept
             seqs.known[slot] += kept
+            if self.fair is not None:
+                self.fair.charge(request.tenant, 0, kept)
             if tokens is not None and isinstance(request.keys, TokenKeys):
                 request.keys.extend(tokens[:kept])
             if seqs.next_key[slot] <= seqs.computed[slot] and (
@@ -251,6 +261,8 @@ class Scheduler:
         room = self.finish_at(request) - request.num_tokens
         kept = min(count, room)
         request.num_tokens += kept
+        if self.fair is not None:
+            self.fair.charge(request.tenant, 0, kept)
         if isinstance(tokens, (list, tuple)) and isinstance(request.keys, TokenKeys):
             request.keys.extend(tokens[:kept])
         if kept >= room or (stopped is not None and count):
@@ -258,6 +270,14 @@ class Scheduler:
             self._end(request, stopped if kept == count and stopped is not None else "length")
             return True
         return False
+
+    def charge_outputs(self, slots: Slots, steps: int = 1) -> None:
+        """Put `steps` tokens for each of these sequences on their tenants' accounts."""
+        assert self.fair is not None
+        requests = (self.seqs.requests[slot] for slot in slots.tolist())
+        counts = Counter(request.tenant for request in requests if request is not None)
+        for tenant, count in counts.items():
+            self.fair.charge(tenant, 0, steps * count)
 
     # ---- leaving the running set ---------------------------------------------------------------------------
 
@@ -312,6 +332,8 @@ class Scheduler:
         request.state, request.reason = State.FINISHED, reason
         request.private_pages = request.sibling = None
         self.swap.drop(request)
+        if self.fair is not None:
+            self.fair.ended(request)
         del self._serials[request]
 
     def _retire(self, slot: int, scheduled: int = 0) -> Request:

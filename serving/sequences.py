@@ -112,7 +112,8 @@ class Sequences:
         request = self.request(slot)
         request.num_tokens = int(self.known[slot])
         count = int(self.num_pages[slot])
-        self.pool.release(self.tables[slot, :count], min(self.identified_pages(slot, scheduled), count))
+        identified = min(self.identified_pages(slot, scheduled), count)
+        self.pool.release(self.tables[slot, :count], identified, request)
         self.order.remove(slot)
         self._order_array = None
         if self.prefilling[slot]:

@@ -114,6 +114,7 @@ class Step:
             self.scheduler.head_blocked = False
         else:
             waiting.remove(request)
+        self._charge_prompt()
         return True
 
     def preempt(self, request: Request) -> None:
@@ -278,6 +279,7 @@ class Step:
             if not self._admit(waiting.peek(), None, 0):
                 break
             waiting.pop()
+            self._charge_prompt()
 
     def _admit(self, request: Request, num_tokens: int | None, reserve_tokens: int) -> bool:
         scheduler, seqs, config = self.scheduler, self.seqs, self.config
@@ -335,6 +337,7 @@ class Step:
         if start.swapped:
             scheduler.swap.move_in(request, seqs.pages_of(slot))
         request.sibling = None
+        request.external_tokens = 0
         verified = min(cached + count, request.num_tokens)
         if seqs.next_key[slot] <= verified:
             seqs.publish(slot, verified)
@@ -352,6 +355,11 @@ class Step:
         self.token_budget -= count
         self._input_budget -= count + self._draft_slots
         return True
+
+    def _charge_prompt(self) -> None:
+        """Under fair sharing, put the prompt just admitted on its tenant's account, once it has left the queue."""
+        if (fair := self.scheduler.fair) is not None and not (last := self._admitted[-1]).resumed:
+            fair.charge(last.request.tenant, last.request.prompt_tokens - last.cached_tokens, 0)
 
     def _long_prefill_threshold(self) -> int:
         """vLLM's cap on one request's chunk; it protects others, so it does not bind a lone request."""

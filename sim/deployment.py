@@ -53,8 +53,8 @@ class Deployment(BaseModel):
     """Format of the KV cache: auto (16 bit), fp8, int8 or int4."""
     policy: str = "chunked"
     """Batch policy: chunked (vLLM V1), continuous (whole prompts first), static, or my_module:MyPolicy."""
-    scheduling_policy: Literal["fcfs", "priority", "sjf", "edf"] = "fcfs"
-    """Order of the queue."""
+    scheduling_policy: Literal["fcfs", "priority", "sjf", "edf", "fair"] = "fcfs"
+    """Order of the queue; fair: between tenants, by tokens served for their weight."""
     static_batch_size: int | None = Field(default=None, ge=1)
     """Policy static: requests per batch (max_num_seqs by default)."""
     static_max_wait: float | None = Field(default=None, ge=0)
@@ -73,6 +73,13 @@ class Deployment(BaseModel):
     """KV pages per replica, instead of what memory has room for."""
     enable_prefix_caching: bool = True
     """Keep the KV pages of prompts and use them again for equal beginnings."""
+    kv_eviction: Literal["lru", "lfu", "cost", "session"] = "lru"
+    """Which cached KV page is forgotten first: least recently used (vLLM), least frequently found, cheapest to compute
+    again, or least recently used with the pages of conversations held back."""
+    session_keep: float | None = Field(default=None, ge=0)
+    """Eviction session: seconds that a conversation's pages are held back after its first answer (60 by default)."""
+    session_decay: float | None = Field(default=None, gt=0, le=1)
+    """Eviction session: factor by which that time shrinks with every turn (0.9 by default)."""
     enable_chunked_prefill: bool = True
     """Cut prompts into chunks that fit the tokens of a step."""
     long_prefill_token_threshold: int = Field(default=0, ge=0)
@@ -162,6 +169,7 @@ def build(deployment: Deployment) -> Built:
         max_model_len=longest,
         enable_prefix_caching=d.enable_prefix_caching,
         enable_chunked_prefill=d.enable_chunked_prefill,
+        **_eviction(d, model),
         long_prefill_token_threshold=d.long_prefill_token_threshold,
         queue_order=d.scheduling_policy,
         async_scheduling=asynchronous,
@@ -180,6 +188,24 @@ def build(deployment: Deployment) -> Built:
         cuda_graphs=not d.enforce_eager,
     )
     return Built(d, model, profile, memory, limits, pricer, tuple(warnings))
+
+
+def _eviction(d: Deployment, model: ModelShape) -> dict[str, Any]:
+    """The scheduler's limits for the eviction order. Raises `UsageError` for options without effect."""
+    if d.kv_eviction != "session" and (d.session_keep is not None or d.session_decay is not None):
+        raise UsageError("--session-keep and --session-decay have an effect only with --kv-eviction session")
+    if d.kv_eviction == "lru":
+        return {}
+    if not d.enable_prefix_caching:
+        raise UsageError(
+            f"--kv-eviction {d.kv_eviction} has no effect with --no-enable-prefix-caching; drop one of them"
+        )
+    options: dict[str, Any] = {"kv_eviction": d.kv_eviction, "attention_tokens": model.attention_tokens}
+    if d.session_keep is not None:
+        options["session_keep_s"] = d.session_keep
+    if d.session_decay is not None:
+        options["session_decay"] = d.session_decay
+    return options
 
 
 def policy_options(deployment: Deployment) -> dict[str, Any]:

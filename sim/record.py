@@ -13,16 +13,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sim.fleet.record import FleetRecord
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
 class Status(IntEnum):
-    """Where a request ended. `arrived = FINISHED + REJECTED + UNFINISHED` holds on every run."""
+    """Where a request ended. `arrived = FINISHED + REJECTED + FAILED + UNFINISHED` holds on every run."""
 
     UNFINISHED = 0
     FINISHED = 1
     REJECTED = 2
+    FAILED = 3
+    """It was let in, and its replica failed once too often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,8 @@ class Tenant:
     goodput_e2el_s: float | None = None
     rtt_s: float = 0.0
     """Network round trip between this tenant's clients and the server."""
+    weight: float = 1.0
+    """Share of the engine that it is owed relative to others under `--scheduling-policy fair`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +160,15 @@ class RunRecord:
     interrupted: bool = False
     warnings: tuple[str, ...] = ()
     meta: dict[str, Any] = field(default_factory=dict)
+    fleet: FleetRecord | None = None
+    """Of a run with pools, an autoscaler, failures or admission. The limits above are then those of the first pool."""
+
+    def limit_at_steps(self, name: str) -> int | Ints:
+        """A limit such as max_num_seqs, of the replica that ran each step where replicas differ."""
+        if self.fleet is None:
+            limit: int = getattr(self, name)
+            return limit
+        return self.fleet.per_replica(name)[self.steps.replica]
 
     def token_times_s(self, row: int) -> Floats:
         """When each token of request `row` reached its client, shape (output_tokens,)."""

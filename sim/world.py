@@ -7,21 +7,24 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from simpy.events import Event
 
 from serving.config import SchedulerConfig
 from serving.policies import BatchPolicy
+from serving.queues import Queue, make_queue
 from serving.request import Request
 from serving.scheduler import Scheduler
 from sim.clock import Clock
+from sim.fleet.fleet import Fleet
+from sim.fleet.plan import FleetPlan
 from sim.log import RequestLog, request_table, step_table
 from sim.noise import StepNoise
 from sim.record import Floats, RunRecord, Status
 from sim.replica import Pricer, Replica
-from sim.router import make_router
+from sim.router import LeastKv, PageCount, Router, RouterOptions, make_router
 from sim.workload.types import Workload
 
 
@@ -64,10 +67,13 @@ def run_world(
     until_s: float = math.inf,
     progress: Callable[[Progress], None] | None = None,
     noise: StepNoise | None = None,
+    options: RouterOptions | None = None,
+    fleet: FleetPlan | None = None,
 ) -> RunRecord:
     """Simulate `workload` until every request has ended, or until `until_s`.
 
-    Each replica has a scheduler and a policy of its own; `noise` jitters the device time of its steps.
+    Each replica has a scheduler and a policy of its own; `noise` jitters the device time of its steps. A `fleet` stands
+    in for `num_replicas` and `router`; `config` is then that of its first pool.
     KeyboardInterrupt ends the run early: the record then holds what happened so far and is marked `interrupted`.
     """
     world = _World(
@@ -80,6 +86,8 @@ def run_world(
         frontend or Frontend(),
         fast_forward,
         noise,
+        options,
+        fleet,
     )
     collecting = gc.isenabled()
     gc.disable()  # nothing here is cyclic garbage; collections would only walk the growing logs
@@ -103,26 +111,14 @@ class _World:
         frontend: Frontend,
         fast_forward: bool,
         noise: StepNoise | None,
+        options: RouterOptions | None,
+        fleet: FleetPlan | None,
     ) -> None:
         self.workload = workload
         self.config = config
         self.clock = Clock()
         self.log = RequestLog(len(workload))
         self.frontend = frontend
-        self.replicas = [
-            Replica(
-                self.clock,
-                index,
-                Scheduler(config, make_policy() if make_policy is not None else None),
-                pricer,
-                self.log,
-                self._finished,
-                fast_forward=fast_forward,
-                noise=None if noise is None else noise.stream(index),
-            )
-            for index in range(num_replicas)
-        ]
-        self.router = make_router(router, self.replicas)
         self.done = 0
         rtt_s = np.array([tenant.rtt_s for tenant in workload.tenants], np.float64)
         self.rtt_s: Floats = rtt_s[workload.tenant]
@@ -139,6 +135,10 @@ class _World:
             for tenant in workload.tenants
         ]
         self._has_keys = np.diff(workload.segment_offsets) > 0
+        self._turn: list[int] | None = None
+        if config.kv_eviction == "session":
+            first, turn = workload.conversations()
+            self._first_turn, self._turn = first.tolist(), turn.tolist()
         # Turns that wait for an answer, by the request they wait for.
         self._next_turns: dict[int, list[int]] = {}
         for row in np.flatnonzero(workload.after >= 0).tolist():
@@ -146,6 +146,37 @@ class _World:
         closed = workload.closed_loop
         self._seats = closed.max_concurrency if closed is not None else math.inf
         self._ready: deque[int] = deque()
+        self.fleet: Fleet | None = None
+        self.router: Router | Fleet
+        if fleet is None:
+            kept = options or RouterOptions()
+            if router == "session":
+                kept = replace(kept, session_of=session_names(workload))
+            self.replicas = [
+                Replica(
+                    self.clock,
+                    index,
+                    self._scheduler(make_policy, router),
+                    pricer,
+                    self.log,
+                    self._finished,
+                    fast_forward=fast_forward,
+                    noise=None if noise is None else noise.stream(index),
+                )
+                for index in range(num_replicas)
+            ]
+            self.router = make_router(router, self.replicas, kept)
+        else:
+            self.router = self.fleet = Fleet(
+                self.clock,
+                self.log,
+                replace(fleet, session_of=session_names(workload)),
+                self._request,
+                self._output,
+                lambda row: self._ended(row, self.clock.now + self._way_out_s[row]),
+                fast_forward=fast_forward,
+                noise=noise,
+            )
         self._all_done: Event = self.clock.event()
         if len(workload):
             self.clock.process(self._send_on_time())
@@ -186,26 +217,37 @@ class _World:
         """The request joins the server's queue."""
         now_s = self.clock.now
         self.log.queued_s[row] = now_s
+        if not self.router.submit(self._request(row)):
+            self._ended(row, now_s + self._way_out_s[row])
+
+    def _request(self, row: int) -> Request:
+        """A request as the scheduler sees it, at the start of its way."""
+        log = self.log
         keys: Sequence[int] = ()
         if self._has_keys[row] and self.config.enable_prefix_caching:
             keys = self.workload.page_keys(row, self.config.page_tokens)
         tenant = self._tenant[row]
-        request = Request(
+        return Request(
             row,
             self._prompt[row],
             self._output[row],
-            now_s,
+            log.queued_s[row],
             self._priority[row],
-            self.log.sent_s[row] + self._deadline_s[tenant],
+            log.sent_s[row] + self._deadline_s[tenant],
             None,
             keys,
             tenant,
         )
-        if not self.router.submit(request):
-            self._ended(row, now_s + self._way_out_s[row])
+
+    def _scheduler(self, make_policy: Callable[[], BatchPolicy] | None, router: str) -> Scheduler:
+        queue: Queue | None = None
+        if router == LeastKv.name:
+            queue = PageCount(make_queue(self.config.queue_order), self.config.page_tokens)
+        return Scheduler(self.config, make_policy() if make_policy is not None else None, queue)
 
     def _finished(self, request: Request, now_s: float) -> None:
         assert isinstance(request.id, int)
+        assert not isinstance(self.router, Fleet)
         self.router.finished()
         self._ended(request.id, now_s + self._way_out_s[request.id])
 
@@ -267,6 +309,8 @@ class _World:
     def record(self, interrupted: bool) -> RunRecord:
         """Everything that happened, as tables."""
         log, workload = self.log, self.workload
+        if self.fleet is not None:
+            self.replicas = self.fleet.replicas
         for replica in self.replicas:
             replica.settle()
         steps = step_table([replica.steps for replica in self.replicas])
@@ -306,4 +350,20 @@ class _World:
             end_s=float(steps.end_s.max()) if len(steps) else float(self.clock.now),
             interrupted=interrupted,
             warnings=tuple(warnings),
+            fleet=None if self.fleet is None else self.fleet.record(rows),
         )
+
+
+def session_names(workload: Workload) -> Callable[[Request], int | None]:
+    """What names the session of a request: its first turn's row; None for one that has no other turns."""
+    after = workload.after.tolist()
+    first = list(range(len(after)))
+    several = [False] * len(after)
+    for row, before in enumerate(after):
+        if before >= 0:
+            # A turn may stand before the one that it waits for, where send times say so.
+            while after[before] >= 0:
+                before = after[before]
+            first[row] = before
+            several[row] = several[before] = True
+    return lambda request: first[request.id] if several[request.id] else None  # type: ignore[index]

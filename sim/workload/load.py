@@ -105,7 +105,7 @@ def _merge(spec: WorkloadSpec, seed: int, parts: list[Turns], loaded: list[Tenan
 def _tenant(spec: TenantSpec) -> Tenant:
     limits = (spec.goodput.ttft, spec.goodput.tpot, spec.goodput.e2el)
     ttft_s, tpot_s, e2el_s = (None if ms is None else ms / 1000 for ms in limits)
-    return Tenant(spec.name, spec.slo_class, ttft_s, tpot_s, e2el_s, spec.rtt_ms / 1000)
+    return Tenant(spec.name, spec.slo_class, ttft_s, tpot_s, e2el_s, spec.rtt_ms / 1000, spec.weight)
 
 
 def _meta(spec: WorkloadSpec, seed: int, loaded: list[TenantRequests]) -> dict[str, Any]:

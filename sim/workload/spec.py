@@ -275,6 +275,8 @@ class TenantSpec(Spec):
     """Network round trip between this tenant's clients and the server."""
     priority: int = 0
     """vLLM's meaning: lower is served first."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Share of the engine that it is owed relative to others under `--scheduling-policy fair`."""
 
     @property
     def turns(self) -> SessionSpec | None:

@@ -55,6 +55,17 @@ class Workload:
     def __len__(self) -> int:
         return len(self.sent_s)
 
+    def conversations(self) -> tuple[Ints, Ints]:
+        """For each request the row that began its conversation (itself where there is none) and its turn from 0."""
+        first = np.arange(len(self))
+        turn = np.zeros(len(self), np.int64)
+        before = self.after
+        while (later := before >= 0).any():
+            first[later] = before[later]
+            turn[later] += 1
+            before = np.where(later, self.after[before], -1)
+        return first, turn
+
     def page_keys(self, row: int, page_tokens: int) -> list[int]:
         """Prefix identity of the full pages of request `row` that may be shared: one int per page, equal
         exactly where the page and everything before it are equal."""

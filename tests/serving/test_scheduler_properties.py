@@ -70,7 +70,7 @@ configs = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "enable_chunked_prefill": st.sampled_from([True, True, False]),
         "long_prefill_token_threshold": st.sampled_from([0, 6]),
-        "queue_order": st.sampled_from(["fcfs", "priority", "sjf", "edf"]),
+        "queue_order": st.sampled_from(["fcfs", "priority", "sjf", "edf", "fair"]),
         "reserve_full_isl": st.booleans(),
         "watermark": st.sampled_from([0.0, 0.1]),
         "async_scheduling": st.booleans(),

@@ -46,14 +46,17 @@ def workloads(draw: st.DrawFn) -> Workload:
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
     page_tokens = draw(st.sampled_from([4, 16]))
+    caching = draw(st.booleans())
     return SchedulerConfig(
         num_pages=draw(st.integers(8, 40)) * 16 // page_tokens,
         page_tokens=page_tokens,
         max_num_seqs=draw(st.integers(1, 6)),
         max_num_batched_tokens=draw(st.sampled_from([8, 32, 256])),
         max_model_len=draw(st.sampled_from([100, 4096])),
-        enable_prefix_caching=draw(st.booleans()),
-        queue_order=draw(st.sampled_from(["fcfs", "priority", "sjf", "edf"])),
+        enable_prefix_caching=caching,
+        kv_eviction=draw(st.sampled_from(["lru", "lfu", "cost", "session"])) if caching else "lru",
+        attention_tokens=64.0,
+        queue_order=draw(st.sampled_from(["fcfs", "priority", "sjf", "edf", "fair"])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 16])),
         reserve_full_isl=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.05])),

@@ -139,7 +139,7 @@ workload = make_workload(
 )
 digest = hashlib.sha256()
 for policy in (Chunked, Continuous, Static):
-    for order in ("fcfs", "priority", "sjf", "edf"):
+    for order in ("fcfs", "priority", "sjf", "edf", "fair"):
         config = SchedulerConfig(num_pages=80, max_num_seqs=12, queue_order=order, async_scheduling=policy is Chunked)
         run = run_world(workload, config, LinearPricer(), make_policy=policy, num_replicas=2, router="least_outstanding")
         for table in (run.requests, run.steps):
