@@ -1,4 +1,5 @@
-"""Where a request that is admitted begins: behind a cached prefix, its sibling's prompt, or what was swapped out."""
+"""Where a request that is admitted begins: behind a cached prefix, its sibling's prompt, what was swapped out or sent by
+another engine."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def find_start(scheduler: Scheduler, request: Request, *, may_wait: bool) -> Sta
         if may_wait:
             return None
     shared = scheduler.seqs.find_prefix(request, scheduler.serial(request))
-    return Start(shared, len(shared) * size)
+    return Start(shared, max(len(shared) * size, request.external_tokens))
 
 
 def _fork(scheduler: Scheduler, request: Request, sibling: Request) -> Start:

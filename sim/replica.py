@@ -78,9 +78,45 @@ class Replica:
         self._leap_ends_s: Floats | None = None
         self._leap_timer: Event | None = None
         self._cut_at: int | None = None
+        self._moved: Event | None = None
         self._starts: dict[int, int] = {}
-        asynchronous = scheduler.config.async_scheduling
-        self.process = clock.process(self._serve_async() if asynchronous else self._serve())
+        self.process = clock.process(self._loop())
+
+    def _loop(self) -> Generator[Event, object, None]:
+        return self._serve_async() if self.scheduler.config.async_scheduling else self._serve()
+
+    # ---- failures ------------------------------------------------------------------------------------------
+
+    def halt(self) -> list[Request]:
+        """Stop dead: the step in progress is lost, and so is all KV. Returns the unfinished requests as they arrived.
+
+        Steps of a leap that are over by now are logged first.
+        """
+        passed, over = self.clock.boundary, self._steps_over()
+        self._detach()
+        if over:
+            assert self._leap_timer is not None
+            self._cut_at = over - 1
+            self.process._resume(self._leap_timer)
+            self._detach()
+            self.clock.boundary = passed
+        self._idle = self._leap_ends_s = self._leap_timer = None
+        self._starts = {}
+        return list(self.scheduler.unfinished())
+
+    def restart(self, scheduler: Scheduler) -> None:
+        """Begin again with an empty engine; the log goes on."""
+        self._detach()
+        self.scheduler = scheduler
+        self._idle = self._leap_ends_s = self._leap_timer = None
+        self.now_s = self.clock.now
+        self.process = self.clock.process(self._loop())
+
+    def _detach(self) -> None:
+        """Nothing wakes the process any more."""
+        for event in (self.process.target, self._moved):
+            if event is not None and event.callbacks and self.process._resume in event.callbacks:
+                event.callbacks.remove(self.process._resume)
 
     # ---- arrivals ------------------------------------------------------------------------------------------
 
@@ -88,6 +124,18 @@ class Replica:
     def outstanding(self) -> int:
         """Requests running or waiting here."""
         return self.scheduler.num_unfinished
+
+    @property
+    def used_pages(self) -> int:
+        """KV pages that running sequences hold now, within a leap too."""
+        used = self.scheduler.used_pages
+        if self._leap_ends_s is None:
+            return used
+        # The step in progress has been planned as well, under asynchronous scheduling the one after it.
+        seqs, size = self.scheduler.seqs, self.scheduler.config.page_tokens
+        slots = seqs.order_array()
+        lacking = self._steps_over() + 1 - (seqs.capacity[slots] - seqs.computed[slots])
+        return used + int(((lacking[lacking > 0] + size - 1) // size).sum())
 
     def submit(self, request: Request) -> bool:
         """A request reaches this engine's queue. False when the scheduler rejects it."""
@@ -105,20 +153,28 @@ class Replica:
         return True
 
     def _wake(self, idle: Event) -> None:
-        timer = self.clock.at(self.clock.now, self._priority)
+        self._moved = timer = self.clock.at(self.clock.now, self._priority)
         timer.callbacks, idle.callbacks = idle.callbacks, []
+
+    def _steps_over(self) -> int:
+        """Steps of the leap that have ended, 0 outside one.
+
+        A boundary at this very time is over if a replica after this one in order has already passed its own.
+        """
+        if self._leap_ends_s is None:
+            return 0
+        over = self.clock.boundary > (self.clock.now, self._priority)
+        return int(np.searchsorted(self._leap_ends_s, self.clock.now, side="right" if over else "left"))
 
     def _cut(self) -> None:
         """End the leap at the first step boundary from now on."""
         assert self._leap_ends_s is not None
         assert self._leap_timer is not None
-        # A boundary at this very time is over if a replica after this one in order has already passed its own.
-        over = self.clock.boundary > (self.clock.now, self._priority)
-        at = int(np.searchsorted(self._leap_ends_s, self.clock.now, side="right" if over else "left"))
+        at = self._steps_over()
         if self._cut_at is not None or at >= len(self._leap_ends_s) - 1:
             return
         self._cut_at = at
-        timer = self.clock.at(float(self._leap_ends_s[at]), self._priority)
+        self._moved = timer = self.clock.at(float(self._leap_ends_s[at]), self._priority)
         timer.callbacks, self._leap_timer.callbacks = self._leap_timer.callbacks, []
 
     def _sleep(self) -> Generator[Event, object, None]:
@@ -369,5 +425,5 @@ class Replica:
         seqs = self.scheduler.seqs
         for request in list(self.scheduler.running()):
             produced = int(seqs.known[request.slot]) - request.prompt_tokens
-            if produced > 0:
+            if produced > 0 and self._row(request) in self._starts:
                 self._close(request, request.prompt_tokens + produced)

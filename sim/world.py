@@ -14,7 +14,6 @@ from simpy.events import Event
 
 from serving.config import SchedulerConfig
 from serving.policies import BatchPolicy
-from serving.queues import Queue, make_queue
 from serving.request import Request
 from serving.scheduler import Scheduler
 from sim.clock import Clock
@@ -24,7 +23,7 @@ from sim.log import RequestLog, request_table, step_table
 from sim.noise import StepNoise
 from sim.record import Floats, RunRecord, Status
 from sim.replica import Pricer, Replica
-from sim.router import LeastKv, PageCount, Router, RouterOptions, make_router
+from sim.router import Router, RouterOptions, make_router
 from sim.workload.types import Workload
 
 
@@ -156,7 +155,7 @@ class _World:
                 Replica(
                     self.clock,
                     index,
-                    self._scheduler(make_policy, router),
+                    Scheduler(config, make_policy() if make_policy is not None else None),
                     pricer,
                     self.log,
                     self._finished,
@@ -238,12 +237,6 @@ class _World:
             keys,
             tenant,
         )
-
-    def _scheduler(self, make_policy: Callable[[], BatchPolicy] | None, router: str) -> Scheduler:
-        queue: Queue | None = None
-        if router == LeastKv.name:
-            queue = PageCount(make_queue(self.config.queue_order), self.config.page_tokens)
-        return Scheduler(self.config, make_policy() if make_policy is not None else None, queue)
 
     def _finished(self, request: Request, now_s: float) -> None:
         assert isinstance(request.id, int)
@@ -356,14 +349,12 @@ class _World:
 
 def session_names(workload: Workload) -> Callable[[Request], int | None]:
     """What names the session of a request: its first turn's row; None for one that has no other turns."""
-    after = workload.after.tolist()
-    first = list(range(len(after)))
-    several = [False] * len(after)
-    for row, before in enumerate(after):
-        if before >= 0:
-            # A turn may stand before the one that it waits for, where send times say so.
-            while after[before] >= 0:
-                before = after[before]
-            first[row] = before
-            several[row] = several[before] = True
-    return lambda request: first[request.id] if several[request.id] else None  # type: ignore[index]
+    first = workload.conversations()[0]
+    several = np.bincount(first, minlength=len(workload))[first] > 1
+    names = [row if more else None for row, more in zip(first.tolist(), several.tolist(), strict=True)]
+
+    def name(request: Request) -> int | None:
+        assert isinstance(request.id, int)
+        return names[request.id]
+
+    return name
