@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from realengine.generation import Sampling
@@ -99,17 +99,19 @@ class Answer:
         if self._detokenizer is not None and (piece := self._detokenizer.add((token,))):
             self._text += self._stops.add(piece) if free else piece
 
-    def emit(self, token: int, logprob: TokenLogprob | None, finish_reason: str | None) -> None:
-        """Tell the listener of the token that `append` took."""
+    def emit(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], finish_reason: str | None
+    ) -> None:
+        """Tell the listener of the tokens of one step, which `append` took."""
         if finish_reason is not None:
             self._close_text()
         text, self._text = self._text, ""
         self.listener(
             Output(
                 self.index,
-                (token,),
+                tuple(tokens),
                 text,
-                () if logprob is None else (logprob,),
+                tuple(logprobs),
                 finish_reason,
                 self._stop_reason,
                 cached_tokens=max(self.request.cached_tokens, 0),

@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from realengine.answer import Answer, Listener, TokenLogprob
+from realengine.draft import text_drafter
 from realengine.generation import Sampling
 from realengine.inputs import step_inputs
 from realengine.recorder import Recorder
@@ -28,9 +30,11 @@ from serving.plan import StepOutcome, StepPlan
 from serving.policies import BatchPolicy
 from serving.request import Request, TokenKeys
 from serving.scheduler import Scheduler
+from serving.speculative_config import SpeculativeConfig
 from serving.swap import Move
 
 _TICKS_PER_S = 2**30
+_NO_DRAFTS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class EngineError(TokenTwinError):
@@ -53,6 +57,8 @@ class _Flight:
     """Rows that drew a token, in the order of `Drawn`."""
     wait: Callable[[], Drawn]
     host_s: float
+    num_drafts: npt.NDArray[np.int64]
+    """Drafts verified of each of them; empty without speculation."""
 
 
 class Engine:
@@ -72,9 +78,14 @@ class Engine:
         vocab_size: int | None = None,
         seed: int = 0,
         record_events: bool = False,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
-        if config.num_speculative_tokens:
-            raise UsageError("the engine has no drafter: num_speculative_tokens must be 0")
+        if (config.num_speculative_tokens > 0) != (speculative is not None):
+            raise UsageError("num_speculative_tokens is set by --speculative-config, and by nothing else")
+        if speculative is not None and config.async_scheduling:
+            raise UsageError(
+                "--async-scheduling: the engine verifies drafts before it plans the next step; use --no-async-scheduling"
+            )
         self.config = config
         self.scheduler = Scheduler(config, policy)
         self.runner = runner
@@ -85,6 +96,8 @@ class Engine:
         self._vocab_size = vocab_size
         seqs = self.scheduler.seqs
         self.seats = Seats(len(seqs.requests), seqs.tables.shape[1] * config.page_tokens)
+        self._speculates = speculative is not None
+        self._drafter = text_drafter(speculative, len(seqs.requests)) if speculative is not None else None
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._answers: dict[Request, Answer] = {}
         self._swapped_out: list[Move] = []
@@ -248,16 +261,20 @@ class Engine:
             if request.slot >= 0:
                 answer = self._answers[request]
                 self.seats.take(request.slot, answer.ids, answer.sampling, answer.seed)
+                if self._drafter is not None:
+                    self._drafter.take(request.slot)
 
     def _launch(self, plan: StepPlan) -> _Flight:
         begun_s = clock_s()
         seqs = self.scheduler.seqs
-        inputs = step_inputs(plan, seqs, self.seats.tokens, self.config.page_tokens)
+        inputs = step_inputs(plan, seqs, self.seats, self.config.page_tokens)
         inputs.moves.swap_out[:0], self._swapped_out = self._swapped_out, []
-        draws = self.seats.draws(inputs.sample_seats)
+        drawing = inputs.sample_seats
+        draws = self.seats.draws(drawing if inputs.draft is None else drawing[inputs.draft.owners])
         answers = [self._answers.get(seqs.request(slot)) for slot in plan.slots.tolist()]
         wait = self.runner.launch(inputs, draws)
-        return _Flight(plan, answers, inputs.plan_rows.tolist(), wait, clock_s() - begun_s)
+        verified = _NO_DRAFTS if inputs.draft is None else inputs.draft.num_drafts
+        return _Flight(plan, answers, inputs.plan_rows.tolist(), wait, clock_s() - begun_s, verified)
 
     def _leave(self, plan: StepPlan) -> None:
         """Requests that planning took out of the running set."""
@@ -275,27 +292,77 @@ class Engine:
         plan = flight.plan
         self.recorder.step(plan, start_s, self._now_s, drawn.device_s, self._now_s - start_s - drawn.device_s)
         rows = flight.plan_rows
-        ends = plan.context + plan.num_new
-        self.seats.tokens[plan.slots[rows], ends[rows]] = drawn.tokens
+        given = self._given(flight, drawn)
         tokens: list[Sequence[int]] = [()] * len(plan)
         stopped = np.zeros(len(plan), np.bool_)
-        for row, token in zip(rows, drawn.tokens.tolist(), strict=True):
+        for row, new in zip(rows, given, strict=True):
             answer = flight.answers[row]
             if answer is not None and not answer.over:
-                tokens[row] = (token,)
-                stopped[row] = answer.append(token) is not None
-        outcome = StepOutcome(tokens=tokens, stopped=stopped if stopped.any() else None)
+                for count, token in enumerate(new, 1):
+                    if answer.append(token) is not None:
+                        stopped[row] = True
+                        new = new[:count]
+                        break
+                tokens[row] = new
+        drafts = self._drafts(flight, drawn, tokens, stopped) if drawn.counts is not None else None
+        outcome = StepOutcome(tokens=tokens, stopped=stopped if stopped.any() else None, drafts=drafts)
         self.recorder.event(self._now_s, "commit", plan=plan, outcome=outcome)
         finished = {request: request.reason for request in self.scheduler.commit(plan, outcome)}
         for at, row in enumerate(rows):
             answer = flight.answers[row]
             if answer is None or answer.over:
                 continue
+            if self._speculates:
+                self.recorder.gave(answer.request, len(tokens[row]))
             reason = "stop" if stopped[row] else finished.get(answer.request)
-            answer.emit(tokens[row][0], _logprob(drawn, at, answer.sampling), reason)
+            answer.emit(tokens[row], _logprobs(drawn, at, tokens[row], answer.sampling), reason)
         for request in finished:
             self.recorder.ended(request, self._now_s)
             del self._answers[request]
+
+    def _given(self, flight: _Flight, drawn: Drawn) -> list[list[int]]:
+        """The tokens of each drawing row, written down for the steps that come."""
+        plan, rows = flight.plan, flight.plan_rows
+        slots, ends = plan.slots[rows], (plan.context + plan.num_new)[rows]
+        if drawn.counts is None:
+            self.seats.tokens[slots, ends] = drawn.tokens
+            return [[token] for token in drawn.tokens.tolist()]
+        seqs = self.scheduler.seqs
+        given = [new[:count] for new, count in zip(drawn.tokens.tolist(), drawn.counts.tolist(), strict=True)]
+        if plan.drafts is not None:
+            self.recorder.verified(flight.num_drafts, drawn.counts - 1)
+            ends = ends - plan.drafts[rows]
+        for at, (slot, first) in enumerate(zip(slots.tolist(), ends.tolist(), strict=True)):
+            # Nothing is known of tokens past the limit, and no stop condition may be met there.
+            new = given[at] = given[at][: int(seqs.finish[slot] - seqs.known[slot])]
+            self.seats.tokens[slot, first : first + len(new)] = new
+        return given
+
+    def _drafts(
+        self, flight: _Flight, drawn: Drawn, tokens: list[Sequence[int]], stopped: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.int64]:
+        """Put the drafts for the next step behind the text of each sequence; how many, by row of the plan."""
+        plan, seats = flight.plan, self.seats
+        assert plan.num_to_draft is not None
+        made = np.zeros(len(plan), np.int64)
+        for at, row in enumerate(flight.plan_rows):
+            slot, most = int(plan.slots[row]), int(plan.num_to_draft[row])
+            seats.num_drafts[slot] = 0
+            answer = flight.answers[row]
+            if not tokens[row] or stopped[row] or answer is None:
+                continue
+            known = len(answer.ids)
+            if self._drafter is not None:
+                text = seats.tokens[slot, :known]
+                heard = drawn.tokens[at, : 1 + int(flight.num_drafts[at])]
+                ids = self._drafter.propose(slot, text, heard, len(tokens[row]), most) if most else text[:0]
+            else:
+                assert drawn.drafts is not None
+                assert drawn.num_drafts is not None
+                ids = drawn.drafts[at, : drawn.num_drafts[at]]
+            made[row] = seats.num_drafts[slot] = len(ids)
+            seats.tokens[slot, known : known + len(ids)] = ids
+        return made
 
     # ---- requests in and out -------------------------------------------------------------------------------
 
@@ -330,11 +397,18 @@ class Engine:
             answer.end(reason, message)
 
 
-def _logprob(drawn: Drawn, at: int, sampling: Sampling) -> TokenLogprob | None:
+def _logprobs(drawn: Drawn, at: int, tokens: Sequence[int], sampling: Sampling) -> list[TokenLogprob]:
+    """What was asked for of the tokens that drawing row `at` gave."""
     if sampling.logprobs is None or drawn.logprobs is None:
-        return None
-    top: tuple[tuple[int, float], ...] = ()
-    if drawn.top_tokens is not None and drawn.top_logprobs is not None:
-        pairs = zip(drawn.top_tokens[at].tolist(), drawn.top_logprobs[at].tolist(), strict=True)
-        top = tuple(pairs)[: sampling.logprobs]
-    return TokenLogprob(int(drawn.tokens[at]), float(drawn.logprobs[at]), top)
+        return []
+    wide = drawn.counts is not None  # several tokens of each row
+    own = np.atleast_1d(drawn.logprobs[at])
+    out = []
+    for nth, token in enumerate(tokens):
+        top: tuple[tuple[int, float], ...] = ()
+        if drawn.top_tokens is not None and drawn.top_logprobs is not None:
+            place = (at, nth) if wide else (at,)
+            pairs = zip(drawn.top_tokens[place].tolist(), drawn.top_logprobs[place].tolist(), strict=True)
+            top = tuple(pairs)[: sampling.logprobs]
+        out.append(TokenLogprob(token, float(own[nth]), top))
+    return out

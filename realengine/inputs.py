@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from realengine.draft import DraftInputs, draft_inputs, sample_rows
+from realengine.seats import Seats
 from serving.plan import Slots, StepPlan
 from serving.sequences import Sequences
 from serving.swap import Move
@@ -61,16 +63,16 @@ class StepInputs:
     plan_rows: Ints
     """Their rows in the plan."""
     moves: Moves
+    draft: DraftInputs | None = None
+    """What to verify and to draft; `sample_rows` and `sample_positions` are then [R], one for each token verified."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.ids)
 
 
-def step_inputs(
-    plan: StepPlan, seqs: Sequences, tokens: npt.NDArray[np.int32], page_tokens: int
-) -> StepInputs:
-    """Arrays of `plan`. `tokens[slot, position]` are the ids that the host knows."""
+def step_inputs(plan: StepPlan, seqs: Sequences, known: Seats, page_tokens: int) -> StepInputs:
+    """Arrays of `plan`. `known.tokens[slot, position]` are the ids that the host knows, drafts included."""
     # Decodes first: one kernel takes them all, another the longer chunks.
     order = np.argsort(plan.num_new > 1, kind="stable")
     seats: Slots = plan.slots[order]
@@ -91,9 +93,14 @@ def step_inputs(
         if not in_flight.any():
             in_flight = None
     samples = np.arange(len(seats)) if plan.samples is None else np.flatnonzero(plan.samples[order])
+    last_rows, sampled_at = (starts + new - 1)[samples], end[samples]
+    draft = None
+    if plan.num_to_draft is not None:
+        draft = draft_inputs(plan, order, samples, seqs, known)
+        last_rows, sampled_at = sample_rows(draft, last_rows)
     return StepInputs(
         index=plan.index,
-        ids=tokens[token_seats, positions].astype(np.int64),
+        ids=known.tokens[token_seats, positions].astype(np.int64),
         in_flight=in_flight,
         token_seats=token_seats.astype(np.int64),
         positions=positions,
@@ -104,9 +111,10 @@ def step_inputs(
         num_decodes=num_decodes,
         max_query=int(new.max()),
         longest=longest,
-        sample_rows=(starts + new - 1)[samples],
+        sample_rows=last_rows,
         sample_seats=seats[samples].astype(np.int64),
-        sample_positions=end[samples],
+        sample_positions=sampled_at,
         plan_rows=order[samples],
         moves=Moves(plan.swap_out, plan.swap_in, plan.copies),
+        draft=draft,
     )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from serving.draft_counts import DraftCounts
 from serving.plan import StepOutcome, StepPlan
 from serving.request import Request, State
 from serving.scheduler import Scheduler
@@ -46,7 +47,9 @@ class RequestRow:
     status: int = _UNFINISHED
     reason: str = ""
     ranges: list[tuple[int, int]] = field(default_factory=list)
-    """(first step, tokens) of consecutive steps that gave a token each."""
+    """(first step, steps) of consecutive steps that gave as many tokens each."""
+    per_step: list[int] = field(default_factory=list)
+    """That many, by range; empty where every step gave one."""
     start: int = -1
     """Step that gave the first token since the last range."""
 
@@ -94,6 +97,8 @@ class Recorder:
         self.requests: list[RequestRow] = []
         self.steps: list[StepRow] = []
         self.events: list[Event] | None = [] if events else None
+        self.speculates = scheduler.config.num_speculative_tokens > 0
+        self.drafts = DraftCounts()
 
     def event(self, time_s: float, kind: str, **what: Any) -> None:
         """Note an event, when events are kept."""
@@ -173,6 +178,21 @@ class Recorder:
             )
         )
 
+    def gave(self, request: Request, count: int) -> None:
+        """The last step gave `count` tokens, where a step may give several; to be called after `step`."""
+        row, step = self._row(request), len(self.steps) - 1
+        if row.ranges and row.per_step[-1] == count and sum(row.ranges[-1]) == step:
+            row.ranges[-1] = (row.ranges[-1][0], row.ranges[-1][1] + 1)
+        else:
+            row.ranges.append((step, 1))
+            row.per_step.append(count)
+        row.output_tokens += count
+        row.last_token_s = self.steps[step].end_s
+
+    def verified(self, num_drafts: npt.NDArray[np.int64], num_accepted: npt.NDArray[np.int64]) -> None:
+        """A step verified so many drafts of each sequence, and so many stood."""
+        self.drafts.count(num_drafts, num_accepted)
+
     def settle(self) -> None:
         """Write down what unfinished requests have produced so far."""
         for request in list(self.scheduler.running()):
@@ -184,6 +204,8 @@ class Recorder:
 
     def _close(self, request: Request, num_tokens: int) -> None:
         """Write down the tokens of `request` since its last range, which lie in consecutive steps."""
+        if self.speculates:
+            return  # `gave` has written them down
         row = self._row(request)
         count = num_tokens - request.prompt_tokens - row.output_tokens
         if count > 0:
@@ -195,7 +217,7 @@ class Recorder:
 
     def request_columns(self) -> Columns:
         """Columns of the record's request table, in order of sending."""
-        names = [f.name for f in fields(RequestRow) if f.name not in ("ranges", "start")]
+        names = [f.name for f in fields(RequestRow) if f.name not in ("ranges", "per_step", "start")]
         columns = {name: np.array([getattr(row, name) for row in self.requests]) for name in names}
         columns["reason"] = np.array([row.reason for row in self.requests], object)
         return columns
@@ -210,4 +232,7 @@ class Recorder:
         ranges = [r for row in self.requests for r in row.ranges]
         table = np.array(ranges, np.int64).reshape(-1, 2)
         offsets = np.cumsum([0, *(len(row.ranges) for row in self.requests)], dtype=np.int64)
-        return {"offsets": offsets, "first_step": table[:, 0].copy(), "count": table[:, 1].copy()}
+        columns = {"offsets": offsets, "first_step": table[:, 0].copy(), "count": table[:, 1].copy()}
+        if self.speculates:
+            columns["per_step"] = np.array([n for row in self.requests for n in row.per_step], np.int64)
+        return columns

@@ -34,6 +34,8 @@ class Seats:
     def __init__(self, num_slots: int, longest: int) -> None:
         # Pages of this array that no sequence reaches are never touched, hence never in memory.
         self.tokens: npt.NDArray[np.int32] = np.zeros((num_slots, longest), np.int32)
+        self.num_drafts: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        """Drafts of each sequence: they stand in `tokens` behind its known ones."""
         self._temperature: Floats = np.zeros(num_slots, np.float32)
         self._top_k: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self._top_p: Floats = np.ones(num_slots, np.float32)
@@ -44,6 +46,7 @@ class Seats:
     def take(self, slot: int, ids: Sequence[int], sampling: Sampling, seed: int) -> None:
         """A sequence of these known tokens sits down in `slot`."""
         self.tokens[slot, : len(ids)] = ids
+        self.num_drafts[slot] = 0
         self._temperature[slot] = sampling.temperature
         self._top_k[slot] = sampling.top_k
         self._top_p[slot] = sampling.top_p

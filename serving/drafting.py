@@ -57,4 +57,4 @@ class DraftLengths:
         chance = self._accepted[slots] / self._tried[slots]
         # The longest draft whose last token still has the chance asked for.
         powers = chance[:, None] ** np.arange(2, most + 1)
-        return 1 + (powers >= self.config.min_draft_acceptance).sum(axis=1)
+        return np.asarray(1 + (powers >= self.config.min_draft_acceptance).sum(axis=1), np.int64)

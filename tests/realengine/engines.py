@@ -23,6 +23,7 @@ from realengine.load import Source, find_model, load
 from realengine.models import Model
 from serving.config import SchedulerConfig
 from serving.policies import BatchPolicy
+from serving.speculative_config import parse_speculative_config
 
 CPU = torch.device("cpu")
 EOS = 2
@@ -61,14 +62,19 @@ def running(
     poison: bool = False,
     tokenizer: Any = None,
     record_events: bool = False,
+    speculative: dict[str, Any] | None = None,
+    draft: Model | None = None,
     **limits: Any,
 ) -> Iterator[Engine]:
-    """An engine over `model`; `poison` fills its cache with NaN first."""
+    """An engine over `model`; `poison` fills its cache with NaN first. `draft` drafts where `speculative` says so."""
     limits = {"num_pages": 64, "page_tokens": 16, "max_num_seqs": 8, "max_model_len": 256} | limits
     config = SchedulerConfig(**limits)
-    runner = make_runner(model, config, dtype, CPU)
+    drafting = None if speculative is None else parse_speculative_config(speculative)
+    if drafting is not None:
+        config = drafting.limits(config)
+    runner = make_runner(model, config, dtype, CPU, speculative=drafting, draft=draft)
     if poison:
-        for cache in runner.step.caches:  # type: ignore[attr-defined]
+        for cache in runner.step.paged:  # type: ignore[attr-defined]
             cache.k.fill_(torch.nan)
             cache.v.fill_(torch.nan)
     engine = Engine(
@@ -79,6 +85,7 @@ def running(
         eos_token_ids=model.architecture.eos_token_ids,
         vocab_size=model.architecture.shape.vocab_size,
         record_events=record_events,
+        speculative=drafting,
     )
     if start:
         engine.start()
