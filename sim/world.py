@@ -133,6 +133,7 @@ class _World:
             tenant.goodput_ttft_s if tenant.goodput_ttft_s is not None else math.inf
             for tenant in workload.tenants
         ]
+        self._weight = [tenant.weight for tenant in workload.tenants]
         self._has_keys = np.diff(workload.segment_offsets) > 0
         self._turn: list[int] | None = None
         if config.kv_eviction == "session":
@@ -226,7 +227,7 @@ class _World:
         if self._has_keys[row] and self.config.enable_prefix_caching:
             keys = self.workload.page_keys(row, self.config.page_tokens)
         tenant = self._tenant[row]
-        return Request(
+        request = Request(
             row,
             self._prompt[row],
             self._output[row],
@@ -236,7 +237,11 @@ class _World:
             None,
             keys,
             tenant,
+            self._weight[tenant],
         )
+        if self._turn is not None:
+            request.session, request.turn = self._first_turn[row], self._turn[row]
+        return request
 
     def _finished(self, request: Request, now_s: float) -> None:
         assert isinstance(request.id, int)
