@@ -81,27 +81,30 @@ class SweepSpec:
 
 def read_sweep(path: Path) -> SweepSpec:
     """The sweep in a YAML file. Raises UsageError naming file and key."""
-    content = _yaml(path)
+    return parse_sweep(_yaml(path), str(path), path.stem)
+
+
+def parse_sweep(content: Any, where: str, name: str | None = None) -> SweepSpec:
+    """The sweep that `content` of a file describes, `name` where it has none. Errors begin with `where`."""
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: a sweep is a mapping with base and one of {', '.join(WAYS)}")
+        raise UsageError(f"{where}: a sweep is a mapping with base and one of {', '.join(WAYS)}")
     for key in content:
         if key not in KEYS:
-            raise UsageError(f"{path}: unknown key {key!r}; {nearest(str(key), KEYS)}")
+            raise UsageError(f"{where}: unknown key {key!r}; {nearest(str(key), KEYS)}")
     ways = [way for way in WAYS if content.get(way) is not None]
     if len(ways) != 1:
-        raise UsageError(f"{path}: give exactly one of {', '.join(WAYS)}, not {', '.join(ways) or 'none'}")
-    base = _mapping(content.get("base") or {}, f"{path}: base")
+        raise UsageError(f"{where}: give exactly one of {', '.join(WAYS)}, not {', '.join(ways) or 'none'}")
+    base = _mapping(content.get("base") or {}, f"{where}: base")
     num_runs = content.get("num_runs", 1)
     if not isinstance(num_runs, int) or num_runs < 1:
-        raise UsageError(f"{path}: num_runs must be a whole number from 1, got {num_runs!r}")
-    name = content.get("name")
-    spec = SweepSpec(str(name) if name is not None else path.stem, base, num_runs=num_runs)
+        raise UsageError(f"{where}: num_runs must be a whole number from 1, got {num_runs!r}")
+    name = str(content["name"]) if content.get("name") is not None else name
     way, what = ways[0], content[ways[0]]
-    where = f"{path}: {way}"
+    place = f"{where}: {way}"
     if way == "optuna":
-        return SweepSpec(spec.name, base, (), _search(what, where), num_runs)
-    points = {"grid": _grid, "points": _records, "random": _random}[way](what, where)
-    return SweepSpec(spec.name, base, tuple(points), None, num_runs)
+        return SweepSpec(name, base, (), _search(what, place), num_runs)
+    points = {"grid": _grid, "points": _records, "random": _random}[way](what, place)
+    return SweepSpec(name, base, tuple(points), None, num_runs)
 
 
 def read_params(path: Path, flag: str) -> list[Params]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sim.frames import frame
 from sim.latency import (
     DEFAULT_PERCENTILES,
     Bools,
@@ -28,6 +30,9 @@ from sim.latency import (
 )
 from sim.record import Floats, RunRecord, Status, Tenant
 from sim.slo import Goodput, Slo
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,37 @@ class Summary:
     def failed(self) -> int:
         """Requests that did not complete: rejected, or still unfinished when the run ended."""
         return self.rejected + self.unfinished
+
+    def figures(self) -> dict[str, float]:
+        """Every number by name, latencies in ms as `vllm bench serve` calls them; NaN where there is none."""
+        out: dict[str, float] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, LatencyStats):
+                out |= _figures_ms(each.name, value)
+            elif value is None or isinstance(value, int | float):
+                out[each.name] = math.nan if value is None else value
+        return out
+
+    def __call__(self) -> DataFrame:
+        """The figures as a pandas DataFrame with one column, `value`.
+
+        A run's `summary` is numbers and, called, a table, as `plot` of a DataFrame is plots and, called, one.
+        """
+        figures = self.figures()
+        return frame({"value": list(figures.values())}, index=list(figures), name="figure")
+
+
+def _figures_ms(name: str, stats: LatencyStats) -> dict[str, float]:
+    points = {f"p{p:g}": value_s for p, value_s in stats.percentiles_s}
+    values_s = {
+        "mean": stats.mean_s,
+        "median": stats.median_s,
+        "std": stats.std_s,
+        **points,
+        "max": stats.max_s,
+    }
+    return {f"{statistic}_{name}_ms": value_s * 1000 for statistic, value_s in values_s.items()}
 
 
 def summarise(

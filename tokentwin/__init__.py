@@ -30,59 +30,77 @@ if TYPE_CHECKING:
     from sim.workload import read_workload_file as read_workload_file
     from sim.workload import spec_from_flags as spec_from_flags
     from tokentwin.api import simulate as simulate
+    from tokentwin.api_planning import capacity as capacity
+    from tokentwin.api_planning import plan as plan
+    from tokentwin.api_planning import sweep as sweep
+    from tokentwin.results_api import CapacityResult as CapacityResult
+    from tokentwin.results_api import PlanResult as PlanResult
+    from tokentwin.results_api import SweepResult as SweepResult
     from tokentwin.run import Run as Run
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "CapacityResult": "tokentwin.results_api",
     "Deployment": "sim.deployment",
     "Goodput": "sim.slo",
     "InfeasibleError": "serving.errors",
     "MemoryPlan": "costmodel.memory",
+    "PlanResult": "tokentwin.results_api",
     "Run": "tokentwin.run",
     "RunRecord": "sim.record",
     "Slo": "sim.slo",
+    "SweepResult": "tokentwin.results_api",
     "TenantSpec": "sim.workload",
     "TokenTwinError": "serving.errors",
     "UsageError": "serving.errors",
     "Workload": "sim.workload",
     "WorkloadSpec": "sim.workload",
+    "capacity": "tokentwin.api_planning",
     "compare": "sim.intervals",
     "describe": "sim.workload",
     "load_model": "costmodel.model",
     "load_profile": "costmodel.profile",
     "load_workload": "sim.workload",
+    "plan": "tokentwin.api_planning",
     "plan_memory": "costmodel.memory",
     "read_workload_file": "sim.workload",
     "replicate": "sim.replications",
     "simulate": "tokentwin.api",
     "spec_from_flags": "sim.workload",
+    "sweep": "tokentwin.api_planning",
 }
 
 __all__ = [
+    "CapacityResult",
     "Deployment",
     "Goodput",
     "InfeasibleError",
     "MemoryPlan",
+    "PlanResult",
     "Run",
     "RunRecord",
     "Slo",
+    "SweepResult",
     "TenantSpec",
     "TokenTwinError",
     "UsageError",
     "Workload",
     "WorkloadSpec",
     "__version__",
+    "capacity",
     "compare",
     "describe",
     "load_model",
     "load_profile",
     "load_workload",
+    "plan",
     "plan_memory",
     "read_workload_file",
     "replicate",
     "simulate",
     "spec_from_flags",
+    "sweep",
 ]
 
 

@@ -1,47 +1,78 @@
-"""`tt.simulate`: the command line's job from Python, with the same names."""
+"""`tt.simulate`: the command from Python, with the same names; what its siblings share is here too.
+
+A keyword is a flag with underscores for dashes, in the same unit; its alias (`isl`, `tp`) is one too.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from serving.errors import UsageError
 from sim.deployment import Deployment
 from sim.hull import check_strict
 from sim.slo import Goodput
 from sim.workload import Workload, WorkloadSpec, read_workload_file
-from tokentwin.flag_tables import DEPLOYMENT, PROMISES, RUN, TRAFFIC
-from tokentwin.flags import find
+from tokentwin.config_file import typed
+from tokentwin.flag_tables import DEPLOYMENT, OUTPUT, PROMISES, RUN, TRAFFIC
+from tokentwin.flags import Flag, find
 from tokentwin.job import make_job, run_job
 from tokentwin.progress import progress_bar
 from tokentwin.run import Run
 
-KNOWN = {
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from tokentwin.keywords import SimulateFlags
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+OF_THE_SHELL = ("config", "print_config", "fail_on_slo", "disable_tqdm", "json", "dry_run")
+"""Flags that have no meaning for a function."""
+KNOWN: dict[str, Flag] = {
     flag.name: flag
-    for table in (DEPLOYMENT, TRAFFIC, PROMISES, RUN)
+    for table in (DEPLOYMENT, TRAFFIC, PROMISES, RUN, OUTPUT)
     for flag in table
-    if flag.name not in ("config", "print_config", "fail_on_slo", "disable_tqdm")
+    if flag.name not in OF_THE_SHELL and (flag not in OUTPUT or flag.name == "metric_percentiles")
 }
+"""Keywords of `simulate`."""
 
 
+def takes_flags(known: Mapping[str, Flag]) -> Callable[[Function], Function]:
+    """Give a function of `**flags` the flags (and their aliases) as its signature, for completion and help."""
+
+    def decorate(function: Function) -> Function:
+        own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        given = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag.kind | None)
+            for flag in known.values()
+            for name in keyword_names(flag)
+        ]
+        returns = inspect.signature(function).return_annotation
+        signature = inspect.Signature([*own, *given], return_annotation=returns)
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def keyword_names(flag: Flag) -> list[str]:
+    """The flag's name and its aliases but for single letters, as keywords."""
+    names = (flag.name, *(alias.lstrip("-").replace("-", "_") for alias in flag.aliases))
+    return [name for name in names if len(name) > 1]
+
+
+@takes_flags(KNOWN)
 def simulate(
     workload: Workload | WorkloadSpec | str | Path | None = None,
     *,
-    model: str | None = None,
-    gpu: str | None = None,
     deployment: Deployment | None = None,
-    dataset_name: str | None = None,
-    dataset_path: str | Path | None = None,
-    request_rate: float | None = None,
-    num_prompts: int | None = None,
-    goodput: Goodput | Mapping[str, float] | Sequence[str] | str | None = None,
-    slo: Sequence[str] | str | None = None,
-    seed: int = 0,
     label: str | None = None,
     progress: bool = False,
-    **flags: Any,
+    **flags: Unpack[SimulateFlags],
 ) -> Run:
     """Run a workload on a deployment and return what happened.
 
@@ -49,7 +80,7 @@ def simulate(
     (`max_num_seqs=256`, `isl=1024`). `workload` stands in for the traffic flags: a workload, its spec, or the path of
     a YAML workload file. `deployment` is a base that deployment flags change. Limits are in ms as on the command line.
 
-    `replications=8` adds 95 % intervals (`run.certainty`); there are none by default, to keep loops fast.
+    `replications=8` adds 95 % intervals (`run.intervals()`); there are none by default, to keep loops fast.
 
     >>> run = simulate(model="llama-3.1-8b", gpu="h200", dataset_name="random", request_rate=4, num_prompts=20)
     >>> run.summary.completed
@@ -57,22 +88,7 @@ def simulate(
 
     Raises `UsageError` for names, values and combinations that cannot be. An interrupt returns the partial run.
     """
-    given: dict[str, Any] = {
-        "model": model,
-        "gpu": gpu,
-        "dataset_name": dataset_name,
-        "dataset_path": dataset_path,
-        "request_rate": request_rate,
-        "num_prompts": num_prompts,
-        "goodput": goodput,
-        "slo": slo,
-        "seed": seed,
-    }
-    for name, value in flags.items():
-        flag = find(name, KNOWN, "simulate()")
-        if given.get(flag.name) is not None:
-            raise UsageError(f"simulate(): {flag.name} is given twice; keep one")
-        given[flag.name] = value
+    given = resolve(flags, KNOWN, "simulate()")
     if isinstance(workload, str | Path):
         workload = read_workload_file(workload)
     given.setdefault("replications", 1)
@@ -82,3 +98,18 @@ def simulate(
     if job.strict:
         check_strict(run.certainty.extrapolations)
     return run
+
+
+def resolve(flags: Mapping[str, Any], known: Mapping[str, Flag], where: str) -> dict[str, Any]:
+    """Keywords by full names, with the types of the command line; None is not given.
+
+    Raises UsageError, beginning with `where`, for an unknown name (with the nearest), one given twice, a wrong type.
+    """
+    given: dict[str, Any] = {}
+    for name, value in flags.items():
+        flag = find(name, known, where)
+        if flag.name in given:
+            raise UsageError(f"{where}: {flag.name} is given twice; keep one")
+        if value is not None:
+            given[flag.name] = value if isinstance(value, Goodput) else typed(flag, value, where)
+    return given

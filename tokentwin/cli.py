@@ -22,7 +22,7 @@ Example:
 
 Exit codes:
   0 done; 1 failed, or a request was lost; 2 wrong usage; 3 an SLO was missed
-  (--fail-on-slo); 130 interrupted: what happened so far is kept
+  (--fail-on-slo) or an alert fired (--fail-on-alert); 130 interrupted: what happened so far is kept
 """
 COMMANDS = (
     ("simulate", "simulate:simulate", "Run a workload on a deployment and judge it."),
@@ -42,6 +42,7 @@ COMMANDS = (
         "calibrate_app:app",
         "Make a device profile of measurements: of this machine, or of tables.",
     ),
+    ("schema", "schema:schema", "Print the JSON schema of configuration files, for editors."),
     ("validate", "validate:validate", "Replay a real run in the twin and set the two side by side."),
 )
 GROUPS = (

@@ -145,6 +145,13 @@ OUTPUT = _rows(
     ("date", str, "Date in the JSON: now, or SOURCE_DATE_EPOCH, by default."),
 )  # fmt: skip
 
+OBSERVE = _rows(
+    "Observability",
+    ("alert", list[str], "Alert rules, each quoted: 'ttft:p95:1m > 1s for 3m'; says when they would have fired."),
+    ("fail_on_alert", bool, "Exit with code 3 when an alert rule fired."),
+)  # fmt: skip
+"""What watches a run; docs/observability.md has the grammar of rules."""
+
 JSON = Flag("json", bool, "Print JSON instead.", "Output", negative=False)
 
 
@@ -153,9 +160,11 @@ def _one(table: tuple[Flag, ...], name: str) -> Flag:
 
 
 CONFIG, SEED = _one(RUN, "config"), _one(RUN, "seed")
+CONFIG_FLAGS = (CONFIG, _one(RUN, "print_config"))
+"""Of every command that has flags to keep in a file."""
 BLOCK_SIZE = replace(_one(DEPLOYMENT, "block_size"), group="Run")
 
 SIMULATE: dict[str, Flag] = {
-    flag.name: flag for table in (DEPLOYMENT, TRAFFIC, PROMISES, RUN, OUTPUT) for flag in table
+    flag.name: flag for table in (DEPLOYMENT, TRAFFIC, PROMISES, RUN, OUTPUT, OBSERVE) for flag in table
 }
 """Every flag of `simulate` by name."""

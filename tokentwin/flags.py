@@ -41,12 +41,16 @@ class Flag:
 
 
 def takes(*tables: Iterable[Flag]) -> Callable[[Command], Command]:
-    """Give a command `def f(**flags)` the flags of `tables` as its keyword-only parameters, None by default."""
+    """Give a command `def f(**flags)` the flags of `tables` as its keyword-only parameters, None by default.
+
+    The command's attribute `flags` has them by name.
+    """
     flags = [flag for table in tables for flag in table]
 
     def decorate(command: Command) -> Command:
         own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
         given = [_parameter(flag) for flag in flags]
+        command.flags = {flag.name: flag for flag in flags}  # type: ignore[attr-defined]
         command.__signature__ = inspect.Signature([*own, *given])  # type: ignore[attr-defined]
         command.__annotations__ = {
             **{p.name: command.__annotations__[p.name] for p in own},
@@ -89,7 +93,7 @@ def _columns(console: Any, options: Any, entries: Any) -> Any:
     return name, DescriptionColumn
 
 
-GROUPS = ("Deployment", "Traffic", "Arrivals", "Datasets", "Promises", "Run", "Output")
+GROUPS = ("Deployment", "Traffic", "Arrivals", "Datasets", "Promises", "Run", "Output", "Observability")
 """Groups of flags in the order in which help prints them."""
 
 

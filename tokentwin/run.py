@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from experiments.results import METRICS
 from sim.certainty import Certainty
 from sim.deployment import Built, Deployment
+from sim.frames import frame
 from sim.metrics import Summary
 from sim.record import RunRecord, Status
+from sim.replications import RATES, SHARES
 from sim.verdict import Verdict
+from tokentwin.frames import card, number
+from tokentwin.plots import RunPlots
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from experiments.report_figures import Roofline
 
 TRACE, REPORT = "trace.json.gz", "report.html"
@@ -29,6 +32,7 @@ class Run:
 
     record: RunRecord
     summary: Summary
+    """Every number; called, `summary()`, they are a pandas DataFrame."""
     verdict: Verdict
     built: Built
     """The deployment worked out: model shape, profile, memory plan, limits, prices."""
@@ -48,31 +52,54 @@ class Run:
         return self.num_requests - int((status != Status.UNFINISHED).sum())
 
     @property
-    def requests(self) -> Any:
-        """One row per request: a pandas DataFrame where pandas is installed, else a `pyarrow.Table`."""
+    def requests(self) -> DataFrame:
+        """One row per request that was sent, in order of sending. Raises UsageError without pandas."""
         from experiments.results import request_columns
 
-        return _frame(request_columns(self.record))
+        return frame(request_columns(self.record))
 
     @property
-    def steps(self) -> Any:
+    def steps(self) -> DataFrame:
         """One row per engine step, as `requests`."""
-        return _frame(self.record.steps.columns())
+        return frame(self.record.steps.columns())
 
-    def summary_table(self) -> Any:
-        """Latencies in ms, one row per metric, as `requests`."""
-        rows: list[dict[str, Any]] = []
-        for name in METRICS:
-            stats = getattr(self.summary, name)
-            points = {f"p{p:g}": value_s * 1000 for p, value_s in stats.percentiles_s}
-            row = {
-                "metric": name,
-                "count": stats.count,
-                "mean": stats.mean_s * 1000,
-                "std": stats.std_s * 1000,
-            }
-            rows.append({**row, **points, "max": stats.max_s * 1000})
-        return _frame({key: [row[key] for row in rows] for key in rows[0]})
+    @property
+    def plot(self) -> RunPlots:
+        """The run's pictures, as Plotly figures: `run.plot.ecdf("tpot")`."""
+        return RunPlots(self)
+
+    def latencies(self) -> DataFrame:
+        """Latencies in ms, one row per metric and one column per statistic. Raises UsageError without pandas."""
+        stats = {name: getattr(self.summary, name) for name in METRICS}
+        columns: dict[str, list[float]] = {
+            "count": [each.count for each in stats.values()],
+            "mean": [each.mean_s * 1000 for each in stats.values()],
+            "std": [each.std_s * 1000 for each in stats.values()],
+        }
+        for p, _ in self.summary.ttft.percentiles_s:
+            columns[f"p{p:g}"] = [each.at(p) * 1000 for each in stats.values()]
+        columns["max"] = [each.max_s * 1000 for each in stats.values()]
+        return frame(columns, index=list(stats), name="ms")
+
+    def intervals(self) -> DataFrame:
+        """95 % intervals by the names of `summary()`, and the share of each source in the variance.
+
+        Empty without replications (`tt.simulate(…, replications=8)`). Raises UsageError without pandas.
+        """
+        replicated = self.certainty.replicated
+        names = replicated.names() if replicated is not None else ()
+        found = {name: interval for name in names if (interval := self.certainty.interval(name)) is not None}
+        in_ms = {name: 1.0 if name in (*RATES, *SHARES) else 1000.0 for name in found}
+        columns = {
+            end: [getattr(interval, end) * in_ms[name] for name, interval in found.items()]
+            for end in ("value", "low", "high")
+        }
+        columns |= {
+            source: [getattr(interval, source) for interval in found.values()]
+            for source in ("calibration", "noise", "sampling")
+        }
+        index = [name if scale == 1.0 else f"{name}_ms" for name, scale in in_ms.items()]
+        return frame(columns, index=index, name="figure")
 
     def print(self) -> None:
         """The table that `tokentwin simulate` prints."""
@@ -81,22 +108,10 @@ class Run:
         print_run(self.record, self.summary, self.verdict, certainty=self.certainty)
 
     def roofline(self) -> Roofline:
-        """FLOPs and bytes of every step on one device, beside the device's peaks.
+        """FLOPs and bytes of every step on one device, beside the device's peaks."""
+        from experiments.report_figures import step_roofline
 
-        Every prompt chunk counts as sampled once, which overstates the LM head's work of unfinished chunks.
-        """
-        from experiments.report_figures import Roofline
-
-        s, pricer = self.record.steps, self.built.pricer
-        flops, num_bytes = pricer.step_work(
-            s.num_tokens,
-            s.num_decodes + s.num_prefills,
-            s.prefill_attention_area,
-            s.prefill_context_sum,
-            s.decode_context_sum,
-        )
-        peaks = (pricer.peak_flops, pricer.peak_bytes_per_s)
-        return Roofline(flops, num_bytes, *peaks, device=self.built.profile.facts.product)
+        return step_roofline(self.record, self.built)
 
     def report(self, path: str | Path = REPORT) -> Path:
         """Write the HTML report and return its path."""
@@ -122,6 +137,7 @@ class Run:
         metrics: Sequence[str] = METRICS,
     ) -> list[Path]:
         """Write everything into a folder: JSON, Parquet, Perfetto trace and report. Returns the files."""
+        from experiments.minutes import write_minutes
         from experiments.perfetto import write_trace
         from experiments.results import save_run
 
@@ -139,6 +155,7 @@ class Run:
             metrics=metrics,
             certainty=self.certainty,
         )
+        paths.append(write_minutes(self.record, self.roofline(), base))
         return [*paths, write_trace(self.record, base / TRACE), self.report(base / REPORT)]
 
     def __repr__(self) -> str:
@@ -149,25 +166,19 @@ class Run:
         )
 
     def _repr_html_(self) -> str:
-        lines = "".join(f"<li>{escape(line)}</li>" for line in self.verdict.sentences)
         points = [p for p, _ in self.summary.ttft.percentiles_s]
-        head = "".join(f"<th>{name}</th>" for name in ("ms", "mean", *(f"P{p:g}" for p in points), "max"))
         rows = []
         for name in METRICS:
             stats = getattr(self.summary, name)
-            values = [stats.mean_s, *(v for _, v in stats.percentiles_s), stats.max_s]
-            cells = "".join(f"<td>{value * 1000:,.2f}</td>" for value in values)
-            rows.append(f"<tr><th>{name.upper()}</th>{cells}</tr>")
-        title = escape(f"{self.built.model.name} on {self.built.profile.facts.product}")
-        return (
-            f"<div><b>{title}</b>: {self.summary.sent:,} requests, "
-            f"{self.summary.request_throughput:,.2f} completed a second<ul>{lines}</ul>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+            values_s = [stats.mean_s, *(value_s for _, value_s in stats.percentiles_s), stats.max_s]
+            rows.append([name.upper(), *(number(value_s * 1000) for value_s in values_s)])
+        d = self.deployment
+        replicas = f"{d.data_parallel_size} x " if d.data_parallel_size > 1 else ""
+        product = f"{d.tensor_parallel_size} x " if d.tensor_parallel_size > 1 else ""
+        title = f"{replicas}{self.built.model.name} on {product}{self.built.profile.facts.product}"
+        traffic = (
+            f"{self.summary.completed:,} of {self.summary.sent:,} requests completed, "
+            f"{self.summary.request_throughput:,.2f} a second."
         )
-
-
-def _frame(columns: Mapping[str, Any]) -> Any:
-    if find_spec("pandas") is not None:
-        return import_module("pandas").DataFrame(dict(columns))
-    pa: Any = import_module("pyarrow")
-    return pa.table({name: pa.array(values, from_pandas=True) for name, values in columns.items()})
+        head = ("ms", "mean", *(f"P{p:g}" for p in points), "max")
+        return card(title, [traffic, *self.verdict.sentences], head, rows)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
+import sys
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 import tokentwin as tt
@@ -40,23 +41,66 @@ def test_a_run_has_record_summary_and_verdict(run: tt.Run) -> None:
 def test_tables_have_a_row_per_request_step_and_metric(run: tt.Run) -> None:
     assert len(run.requests) == 20
     assert len(run.steps) == run.summary.num_steps
-    table = run.summary_table()
-    assert len(table) == 4
-    if isinstance(table, pa.Table):
-        row = table.to_pylist()[0]
-        assert row["metric"] == "ttft"
-        assert row["mean"] == run.summary.ttft.mean_s * 1000
+    table = run.latencies()
+    assert list(table.index) == ["ttft", "tpot", "itl", "e2el"]
+    ttft_ms = run.requests["ttft_s"] * 1000
+    assert table.loc["ttft", "mean"] == pytest.approx(ttft_ms.mean())
+    assert table.loc["ttft", "p95"] == pytest.approx(ttft_ms.quantile(0.95))
 
 
-def test_a_run_shows_itself_in_a_notebook(run: tt.Run) -> None:
+def test_the_summary_is_numbers_and_called_a_table_of_them(run: tt.Run) -> None:
+    table = run.summary()
+    assert table.loc["completed", "value"] == run.summary.completed == 20
+    assert table.loc["p95_tpot_ms", "value"] == run.summary.tpot.at(95.0) * 1000
+    requests = run.requests
+    span_s = requests["last_token_s"].max() - requests["sent_s"].min()
+    assert table.loc["request_throughput", "value"] == pytest.approx(20 / span_s)
+
+
+def test_intervals_have_the_names_of_the_summary() -> None:
+    run = tt.simulate(
+        model="llama-3.1-8b", dataset_name="random", num_prompts=20, request_rate=8, replications=2
+    )
+    both = run.summary().join(run.intervals()[["low", "high"]], how="inner")
+    assert {"p95_ttft_ms", "mean_tpot_ms", "output_throughput"} <= set(both.index)
+    assert (both["low"] <= both["value"]).all()
+    assert (both["value"] <= both["high"]).all()
+
+
+def test_a_run_shows_itself_in_a_notebook_in_the_colours_of_the_page(run: tt.Run) -> None:
     html = run._repr_html_()
     assert html.count("<tr>") == 5
     assert "Meets P95 TTFT" in html
+    assert "color:#" not in html.replace(" ", "")
+    assert "white" not in html
+
+
+def test_pictures_are_found_by_completion_and_drawn(run: tt.Run) -> None:
+    names = dir(run.plot)
+    assert {"ecdf", "timeline", "roofline"} <= set(names)
+    assert all(getattr(run.plot, name).__doc__ for name in names)
+    drawn = {name: getattr(run.plot, name)() for name in names}
+    x, y = drawn["ecdf"].data[0].x, drawn["ecdf"].data[0].y
+    assert max(x) == pytest.approx(run.summary.ttft.max_s * 1000)
+    assert max(y) == 100
+    assert run.plot.ecdf("e2el").data[0].x.max() == pytest.approx(run.summary.e2el.max_s * 1000)
+    with pytest.raises(tt.UsageError, match="unknown metric 'tftt'; did you mean 'ttft'"):
+        run.plot.ecdf("tftt")
+    assert "ecdf" in repr(run.plot)
+
+
+def test_tables_without_pandas_name_the_extra(run: tt.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    for ask in (run.summary, run.latencies, lambda: run.requests):
+        with pytest.raises(tt.UsageError, match=r"pip install 'tokentwin\[notebook\]'"):
+            ask()
+    assert run.summary.completed == 20
 
 
 def test_a_run_survives_pickling(run: tt.Run) -> None:
     copy = pickle.loads(pickle.dumps(run))
     assert copy.summary == run.summary
+    assert copy.summary().equals(run.summary())
     assert copy.deployment == run.deployment
     assert copy.roofline().peak_flops_per_s == run.roofline().peak_flops_per_s
 
@@ -84,6 +128,19 @@ def test_names_are_those_of_the_flags_aliases_too() -> None:
         tt.simulate(model="qwen3-8b", max_num_sqs=4)
     with pytest.raises(tt.UsageError, match="given twice"):
         tt.simulate(model="qwen3-8b", num_prompts=4, request_count=5)
+
+
+def test_keywords_are_found_by_completion() -> None:
+    parameters = inspect.signature(tt.simulate).parameters
+    assert {"model", "max_num_seqs", "isl", "tp", "slo", "replications", "workload"} <= set(parameters)
+    assert not {"config", "output_dir", "fail_on_slo"} & set(parameters)
+
+
+def test_values_have_the_types_of_the_flags() -> None:
+    with pytest.raises(
+        tt.UsageError, match=r"simulate\(\): max_num_seqs: must be a valid integer.*got 'many'"
+    ):
+        tt.simulate(model="qwen3-8b", max_num_seqs="many")  # type: ignore[arg-type]
 
 
 def test_a_workload_or_its_spec_or_file_stands_in_for_traffic_flags(tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from tokentwin.config_file import configurable
 
+
+@configurable
 def fit(
     *tables: Annotated[
         Path,

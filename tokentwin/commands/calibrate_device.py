@@ -12,10 +12,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from serving.errors import UsageError
+from tokentwin.config_file import configurable
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
+@configurable
 def device(
     *,
     model: Annotated[

@@ -10,7 +10,8 @@ from calibration.metrics_fit import read_case, refit
 from costmodel.profile import load_profile
 from experiments.results import writable
 from serving.errors import UsageError
-from tokentwin.flag_tables import DEPLOYMENT
+from tokentwin.config_file import print_config, with_config
+from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT
 from tokentwin.flags import Flag, takes
 from tokentwin.job import make_deployment
 
@@ -19,9 +20,10 @@ OWN = (
     Flag("output", Path, "The profile file to write.", aliases=("-o",)),
 )
 SERVED = tuple(flag for flag in DEPLOYMENT if flag.name != "gpu")
+KNOWN = {flag.name: flag for flag in (*OWN, *SERVED, *CONFIG_FLAGS)}
 
 
-@takes(OWN, SERVED)
+@takes(OWN, SERVED, CONFIG_FLAGS)
 def from_metrics(requests: Path, /, **flags: Any) -> int:
     """Fit host terms and a scale per phase to recorded requests, and say how far the profile moved.
 
@@ -29,7 +31,9 @@ def from_metrics(requests: Path, /, **flags: Any) -> int:
     the engine's flags). Kernel shapes are kept.
     Example: tokentwin calibrate from-metrics bench.json --profile h200 --model llama-3.1-8b -o my-h200.json
     """
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = with_config(flags, KNOWN)
+    if given.get("print_config"):
+        return print_config(given, known=KNOWN)
     for name in ("profile", "output"):
         if name not in given:
             raise UsageError(f"--{name} is missing; calibrate from-metrics needs --profile and --output")

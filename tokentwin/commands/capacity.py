@@ -21,7 +21,7 @@ from sim.hull import Extrapolation, after_run, before_run, check_strict
 from sim.slo import parse_slo
 from sim.workload import WorkloadSpec
 from sim.workload.files import SAMPLES
-from tokentwin.config_file import with_config
+from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import DEPLOYMENT, JSON, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
 from tokentwin.flags import Flag, takes
 from tokentwin.job import make_deployment, make_goodput, make_spec
@@ -30,6 +30,8 @@ from tokentwin.provenance import ARGV, VERSION, git_commit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tokentwin.run import Run
 
 SLO_MISSED = 3
 SEARCH = (
@@ -59,12 +61,12 @@ TABLES = (
     _kept(TRAFFIC),
     _kept(PROMISES),
     SEARCH,
-    _kept(RUN, "seed", "replications", "strict", "config", "disable_tqdm"),
+    _kept(RUN, "seed", "replications", "strict", "config", "print_config", "disable_tqdm"),
     _kept(OUTPUT, "output_dir"),
     (JSON,),
 )
 NOT_AGAIN = (
-    *("num_prompts", "request_rate", "rate_scale", "replications", "seed", "config"),
+    *("num_prompts", "request_rate", "rate_scale", "replications", "seed", "config", "print_config"),
     *("output_dir", "fail_on_slo", "strict", "disable_tqdm"),
 )
 KNOWN = {flag.name: flag for table in TABLES for flag in table}
@@ -106,6 +108,9 @@ def capacity(**flags: Any) -> int:
     Example: tokentwin capacity --model llama-3.1-8b --gpu h200 --dataset-name random --slo chat
     """
     given = with_config(flags, KNOWN)
+    if given.get("print_config"):
+        make_spec(given)
+        return print_config(given, build(make_deployment(given)), KNOWN)
     folder = given.get("output_dir")
     if folder is not None:
         from tokentwin.outputs import Outputs
@@ -232,17 +237,24 @@ def _again(given: Mapping[str, Any], answer: CapacityAnswer) -> str:
 
 def _write(answer: CapacityAnswer, folder: Path) -> list[Path]:
     from experiments.results import writable
+
+    path = folder / "capacity.json"
+    with writable(path):
+        path.write_text(json.dumps(answer.json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    run = run_at_capacity(answer)
+    return [path] if run is None else [path, *run.save(folder)]
+
+
+def run_at_capacity(answer: CapacityAnswer) -> Run | None:
+    """The run at the load that was found, None where no load is sustained."""
     from sim.certainty import Certainty
     from sim.metrics import summarise
     from sim.verdict import verdict
     from tokentwin.run import Run
 
-    path = folder / "capacity.json"
-    with writable(path):
-        path.write_text(json.dumps(answer.json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     record = answer.found.record
     if record is None:
-        return [path]
+        return None
     d = answer.built.deployment
     meta = {
         "argv": list(ARGV.get()),
@@ -257,8 +269,7 @@ def _write(answer: CapacityAnswer, folder: Path) -> list[Path]:
     record = replace(record, meta={**record.meta, **meta})
     summary = summarise(record, goodput=answer.promises.goodput, slos=answer.promises.slos)
     certainty = Certainty(extrapolations=answer.extrapolations)
-    run = Run(record, summary, verdict(record, summary), answer.built, len(record.requests), certainty)
-    return [path, *run.save(folder)]
+    return Run(record, summary, verdict(record, summary), answer.built, len(record.requests), certainty)
 
 
 @contextmanager

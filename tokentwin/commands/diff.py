@@ -13,10 +13,12 @@ from calibration.diff import METRICS
 from calibration.diff import diff as split_difference
 from experiments.diff_report import diff_lines, save_diff, sentences
 from experiments.saved import load_record
+from tokentwin.config_file import configurable
 
 _WIDTH = 80
 
 
+@configurable
 def diff(
     a: Annotated[Path, Parameter(help="Folder of a saved run (-o of simulate).")],
     b: Annotated[Path, Parameter(help="Folder of the run to compare with it.")],

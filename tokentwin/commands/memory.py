@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from sim.deployment import build
-from tokentwin.config_file import with_config
-from tokentwin.flag_tables import CONFIG, DEPLOYMENT, JSON
+from tokentwin.config_file import print_config, with_config
+from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT, JSON
 from tokentwin.flags import takes
-from tokentwin.job import make_deployment
+from tokentwin.job import DEPLOYMENT_NAMES, make_deployment
 
 USED = (
     "model",
@@ -29,17 +29,19 @@ USED = (
 )
 """Fields of a deployment that have an effect on memory."""
 MEMORY = tuple(flag for flag in DEPLOYMENT if flag.name in USED)
-KNOWN = {flag.name: flag for flag in (*MEMORY, CONFIG, JSON)}
+KNOWN = {flag.name: flag for flag in (*MEMORY, *CONFIG_FLAGS, JSON)}
 
 
-@takes(MEMORY, (CONFIG, JSON))
+@takes(MEMORY, CONFIG_FLAGS, (JSON,))
 def memory(**flags: Any) -> int:
     """Work out where a GPU's memory goes: weights, activations, graphs, and how many KV pages are left.
 
     Example: tokentwin memory --model llama-3.1-70b --gpu h200 --tp 2
     """
-    given = with_config(flags, KNOWN)
+    given = with_config(flags, KNOWN, unused=DEPLOYMENT_NAMES)
     built = build(make_deployment(given))
+    if given.get("print_config"):
+        return print_config(given, built, KNOWN)
     plan = built.memory
     if given.get("json"):
         derived = ("budget_bytes", "kv_cache_bytes", "kv_tokens", "longest_context")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,12 +25,15 @@ from sim.slo import Slo, parse_slo
 from sim.workload import WorkloadSpec
 from sim.workload.arrival_spec import ArrivalSpec
 from sim.workload.arrivals import RateCurve
-from tokentwin.config_file import with_config
+from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import DEPLOYMENT, JSON, OUTPUT, PROMISES, RUN, TRAFFIC
 from tokentwin.flags import Flag, takes
 from tokentwin.job import make_deployment, make_goodput, make_spec
 from tokentwin.job import words as items
 from tokentwin.provenance import ARGV, VERSION, git_commit
+
+if TYPE_CHECKING:
+    from tokentwin.run import Run
 
 NO_FLEET = 3
 NOT_HERE = ("data_parallel_size", "gpu", "tensor_parallel_size")
@@ -91,7 +94,7 @@ TABLES = (
     tuple(flag for flag in _of(TRAFFIC) if flag.name != "max_concurrency"),
     _of(PROMISES),
     SIZING,
-    _of(RUN, "seed", "replications", "config", "disable_tqdm"),
+    _of(RUN, "seed", "replications", "config", "print_config", "disable_tqdm"),
     (Flag("jobs", int, "Processes that share the runs of the intervals.", "Run", (), "all cores"),),
     _of(OUTPUT, "output_dir"),
     (JSON,),
@@ -120,6 +123,9 @@ def plan(**flags: Any) -> int:
     --price h200=3.5 h100=2.9 l40s=1.0 --quantizations none fp8
     """
     given = with_config(flags, KNOWN)
+    if given.get("print_config"):
+        check_plan(given)
+        return print_config(given, known=KNOWN)
     folder = given.get("output_dir")
     if folder is not None:
         from tokentwin.outputs import Outputs
@@ -167,6 +173,15 @@ def answer_plan(flags: Mapping[str, Any], *, told: Callable[[str], None] | None 
         told=told,
     )
     return PlanAnswer(replace(made, notes=notes), seed)
+
+
+def check_plan(given: Mapping[str, Any]) -> None:
+    """Raises UsageError for what can be told to be wrong before anything is simulated."""
+    _short_slos(given)
+    _prices(given)
+    _base(given)
+    _axes(given)
+    _traffic(given, int(given.get("seed", 0)))
 
 
 def _short_slos(given: Mapping[str, Any]) -> tuple[Slo, ...]:
@@ -274,6 +289,7 @@ def _at_peak(spec: WorkloadSpec) -> tuple[WorkloadSpec, tuple[str, ...]]:
 
 def _write(answer: PlanAnswer, folder: Path) -> list[Path]:
     from experiments.results import writable
+    from tokentwin.run import REPORT
 
     path = folder / "plan.json"
     with writable(path):
@@ -283,16 +299,17 @@ def _write(answer: PlanAnswer, folder: Path) -> list[Path]:
         d = fleet.candidate.deployment
         model = d.model.rstrip("/").rsplit("/", 1)[-1]
         inside = folder / f"{rank}-{fleet.replicas}x{d.tensor_parallel_size}-{d.gpu}-{model}"
-        paths.append(_save(fleet, answer, inside))
+        fleet_run(fleet, answer).save(inside)
+        paths.append(inside / REPORT)
     return paths
 
 
-def _save(fleet: Fleet, answer: PlanAnswer, folder: Path) -> Path:
-    """Everything about a fleet's run; returns its report."""
+def fleet_run(fleet: Fleet, answer: PlanAnswer) -> Run:
+    """The run that a fleet was judged by."""
     from sim.certainty import Certainty
     from sim.hull import after_run
     from sim.verdict import verdict
-    from tokentwin.run import REPORT, Run
+    from tokentwin.run import Run
 
     d = fleet.built.deployment
     meta = {
@@ -307,11 +324,9 @@ def _save(fleet: Fleet, answer: PlanAnswer, folder: Path) -> Path:
     }
     record = replace(fleet.record, meta={**fleet.record.meta, **meta})
     certainty = Certainty(extrapolations=after_run(fleet.built, record))
-    run = Run(
+    return Run(
         record, fleet.summary, verdict(record, fleet.summary), fleet.built, len(record.requests), certainty
     )
-    run.save(folder)
-    return folder / REPORT
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from sim.slo import Goodput, Slo, parse_slo
 from sim.verdict import verdict
 from sim.workload import Workload, load_workload
 from tokentwin.commands.simulate import INTERRUPTED, LOST, SLO_MISSED, say_files
-from tokentwin.config_file import with_config
+from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import DEPLOYMENT, OUTPUT, PROMISES, RUN, TRAFFIC
 from tokentwin.flags import Flag, takes
 from tokentwin.interrupt import between_events
@@ -49,7 +49,7 @@ TWIN_ONLY = (
     "detokenize_us_per_token",
 )
 """Fields of a deployment that one engine on one device, without a front end, does not have."""
-_RUN = ("seed", "until", "config", "disable_tqdm")
+_RUN = ("seed", "until", "config", "print_config", "disable_tqdm")
 _WORDS = {
     "model": "Hugging Face folder or GGUF file, or with --load-format dummy any shape that simulate knows.",
     "dtype": "Format of weights, activations and KV cache: bfloat16, float16, float32 or auto.",
@@ -106,6 +106,8 @@ def run(**flags: Any) -> int:
     outputs = Outputs.of(given)
     _need_extra()
     plan = make_plan(given)
+    if given.get("print_config"):
+        return print_config(given, known=REPLAY)
     outputs.check()
     real = run_plan(plan, label=given.get("label"), silent=bool(given.get("disable_tqdm")))
     print_run(real.record, real.summary, real.verdict, metrics=outputs.metrics, certainty=real.certainty)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from serving.errors import UsageError
-from tokentwin.config_file import with_config
-from tokentwin.flag_tables import CONFIG, DEPLOYMENT
+from tokentwin.config_file import print_config, with_config
+from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT
 from tokentwin.flags import Flag, takes
 from tokentwin.job import make_deployment
 
@@ -43,7 +43,7 @@ SERVER: tuple[Flag, ...] = tuple(
         ("answer_len", int, "Twin: tokens of an answer to a request that sets no max_tokens.", "256"),
     )
 )  # fmt: skip
-SERVE = {flag.name: flag for flag in (*DEPLOYMENT, *SERVER, CONFIG)}
+SERVE = {flag.name: flag for flag in (*DEPLOYMENT, *SERVER, *CONFIG_FLAGS)}
 """Every flag of `serve` by name."""
 
 TWIN_ONLY = (
@@ -64,7 +64,7 @@ MEASURED_HERE = ("tokenize_us_per_token", "detokenize_us_per_token")
 LEAST = {"stream_interval": 1, "max_waiting": 1, "max_body_mib": 1, "answer_len": 1, "port": 0}
 
 
-@takes(DEPLOYMENT, SERVER, (CONFIG,))
+@takes(DEPLOYMENT, SERVER, CONFIG_FLAGS)
 def serve(**flags: Any) -> int:
     """Serve the OpenAI API: completions, chat, streaming, Prometheus metrics.
 
@@ -72,6 +72,12 @@ def serve(**flags: Any) -> int:
     """
     given = with_config(flags, SERVE)
     _check(given)
+    if given.get("print_config"):
+        from sim.deployment import build
+
+        deployment = make_deployment(given)
+        known = {name: flag for name, flag in SERVE.items() if name not in MEASURED_HERE}
+        return print_config(given, build(deployment) if given.get("engine") == "twin" else None, known)
     _need_extra()
     from tokentwin.server.run import bind, make_server
     from tokentwin.server.service import Limits, Service

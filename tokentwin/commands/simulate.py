@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from experiments.console import WIDTH, print_run
+from experiments.observed import any_fired
 from sim.hull import check_strict
 from tokentwin.config_file import print_config, with_config
-from tokentwin.flag_tables import DEPLOYMENT, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
+from tokentwin.flag_tables import DEPLOYMENT, OBSERVE, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
 from tokentwin.flags import takes
 from tokentwin.job import Job, make_job, run_job
 from tokentwin.outputs import Outputs
 from tokentwin.progress import progress_bar
 from tokentwin.run import Run
 
-LOST, SLO_MISSED, INTERRUPTED = 1, 3, 130
+LOST, SLO_MISSED, ALERT_FIRED, INTERRUPTED = 1, 3, 3, 130
 
 
-@takes(DEPLOYMENT, TRAFFIC, PROMISES, RUN, OUTPUT)
+@takes(DEPLOYMENT, TRAFFIC, PROMISES, RUN, OUTPUT, OBSERVE)
 def simulate(**flags: Any) -> int:
     """Run a workload on a deployment in simulated time, print its latencies and say whether it keeps its promises.
 
@@ -31,8 +32,7 @@ def simulate(**flags: Any) -> int:
     outputs = Outputs.of(given)
     job = make_job(given)
     if given.get("print_config"):
-        sys.stdout.write(print_config(given, job.built))
-        return 0
+        return print_config(given, job.built)
     outputs.check()
     with progress_bar(silent=bool(given.get("disable_tqdm"))) as bar:
         run = run_job(job, label=given.get("label"), progress=bar)
@@ -40,7 +40,8 @@ def simulate(**flags: Any) -> int:
     say_files(outputs.write(run))
     if job.strict:
         check_strict(run.certainty.extrapolations)
-    return exit_code(run, job, fail_on_slo=bool(given.get("fail_on_slo")))
+    code = exit_code(run, job, fail_on_slo=bool(given.get("fail_on_slo")))
+    return ALERT_FIRED if not code and given.get("fail_on_alert") and any_fired(run.record) else code
 
 
 def exit_code(run: Run, job: Job, *, fail_on_slo: bool) -> int:

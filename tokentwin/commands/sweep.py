@@ -20,7 +20,7 @@ from experiments.sweep_backends import make_backend
 from experiments.sweep_spec import NAME, Params, Space, SweepSpec, product, read_params, read_sweep
 from experiments.sweep_store import RESULTS, SUMMARY_CSV, Store
 from serving.errors import UsageError
-from tokentwin.config_file import typed, with_config
+from tokentwin.config_file import print_config, typed, with_config
 from tokentwin.flag_tables import DEPLOYMENT, PROMISES, RUN, TRAFFIC
 from tokentwin.flags import Flag, find, takes
 from tokentwin.provenance import ARGV, VERSION, git_commit
@@ -50,7 +50,7 @@ BASE = (*DEPLOYMENT, *TRAFFIC, *(f for f in PROMISES if f.name != "fail_on_slo")
     f for f in RUN if f.name not in ("config", "print_config", "disable_tqdm")
 ))  # fmt: skip
 BASE_FLAGS = {flag.name: flag for flag in BASE}
-OTHERS = tuple(flag for flag in RUN if flag.name in ("config", "disable_tqdm"))
+OTHERS = tuple(flag for flag in RUN if flag.name in ("config", "print_config", "disable_tqdm"))
 KNOWN = {flag.name: flag for flag in (*BASE, *SWEEP, *OTHERS)}
 SERVING = tuple(flag.name for flag in DEPLOYMENT)
 
@@ -71,28 +71,36 @@ def sweep(
     """
     given = with_config(flags, KNOWN)
     asked = sweep_spec(spec, given)
+    if given.get("print_config"):
+        return print_config(given, known=KNOWN)
     name = given.get("experiment_name") or asked.name or datetime.now().strftime("%Y%m%d_%H%M%S")
     root = Path(given.get("output_dir", "results")) / name
-    store = Store(root, kinds(asked), SERVING)
     if given.get("dry_run"):
         sys.stdout.write("\n".join(_plan_lines(asked, root)) + "\n")
         return 0
+    with _bar(silent=bool(given.get("disable_tqdm"))) as told:
+        end, _ = run_asked(asked, root, given, told=told)
+    sys.stdout.write("\n".join(_end_lines(end, root)) + "\n")
+    return FAILED if end.failed else 0
+
+
+def run_asked(
+    asked: SweepSpec,
+    root: Path,
+    given: Mapping[str, Any],
+    *,
+    told: Callable[[int, int, int], None] | None = None,
+) -> tuple[SweepEnd, Store]:
+    """Run a checked sweep into the folder `root`, or continue there; how it ended, and where its rows are."""
+    store = Store(root, kinds(asked), SERVING)
     backend = make_backend(
         given.get("backend", "joblib"), jobs=given.get("jobs"), address=given.get("address")
     )
     kept = store.open(_asked_json(asked), resume=bool(given.get("resume")))
     asked = replace(asked, base={**asked.base, "date": kept["date"]})
-    with _bar(silent=bool(given.get("disable_tqdm"))) as told:
-        end = run_sweep(
-            asked,
-            store,
-            run_point,
-            backend,
-            continue_on_error=given.get("continue_on_error") is not False,
-            told=told,
-        )
-    sys.stdout.write("\n".join(_end_lines(end, root)) + "\n")
-    return FAILED if end.failed else 0
+    continue_on_error = given.get("continue_on_error") is not False
+    end = run_sweep(asked, store, run_point, backend, continue_on_error=continue_on_error, told=told)
+    return end, store
 
 
 def sweep_spec(path: Path | None, given: Mapping[str, Any]) -> SweepSpec:
@@ -114,6 +122,11 @@ def sweep_spec(path: Path | None, given: Mapping[str, Any]) -> SweepSpec:
             SweepSpec(points=tuple(product(serve, bench, given.get("link_vars", "")))),
             "parameters",
         )
+    return check_sweep(asked, given, where)
+
+
+def check_sweep(asked: SweepSpec, given: Mapping[str, Any], where: str) -> SweepSpec:
+    """The sweep with the flags given over its base, every value with its flag's type. Errors begin with `where`."""
     runs = given.get("num_runs", asked.num_runs)
     if runs < 1:
         raise UsageError(f"--num-runs must be at least 1, got {runs}")

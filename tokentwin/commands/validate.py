@@ -11,7 +11,8 @@ from experiments.validation_report import save_validation, validation_lines
 from serving.errors import UsageError
 from sim.deployment import Deployment
 from tokentwin.commands.validate_live import LIVE, WORKLOAD, run_live
-from tokentwin.flag_tables import DEPLOYMENT
+from tokentwin.config_file import print_config, with_config
+from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT
 from tokentwin.flags import Flag, takes
 from tokentwin.job import make_deployment
 
@@ -36,9 +37,11 @@ SERVED = tuple(flag for flag in DEPLOYMENT if flag.name not in {f.name for f in 
 
 
 _NAMES = {f.name for f in (*RUN, *SERVED, *LIVE)}
+SENT = tuple(flag for flag in WORKLOAD if flag.name not in _NAMES)
+KNOWN = {flag.name: flag for flag in (*RUN, *SERVED, *LIVE, *SENT, *CONFIG_FLAGS)}
 
 
-@takes(RUN, SERVED, LIVE, tuple(flag for flag in WORKLOAD if flag.name not in _NAMES))
+@takes(RUN, SERVED, LIVE, SENT, CONFIG_FLAGS)
 def validate(profile_file: str | None = None, /, **flags: Any) -> int:
     """Replay a real run in the twin and print the two side by side, with signed errors.
 
@@ -46,7 +49,10 @@ def validate(profile_file: str | None = None, /, **flags: Any) -> int:
     With --live the engine runs here, and PROFILE_FILE is what prices its twin (docs/live.md).
     Example: tokentwin validate --against ../shared/data/yardstick --run rtx4090 --tolerance 1.5 -o runs/v
     """
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = with_config(flags, KNOWN)
+    if given.pop("print_config", False):
+        return print_config(given, known=KNOWN)
+    given.pop("config", None)
     if given.get("live"):
         return run_live(profile_file, given)
     if profile_file is not None:

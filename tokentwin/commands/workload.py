@@ -9,22 +9,25 @@ from typing import Any
 
 from sim.workload import describe as describe_workload
 from sim.workload import load_workload
-from tokentwin.config_file import with_config
-from tokentwin.flag_tables import BLOCK_SIZE, CONFIG, JSON, SEED, TRAFFIC
+from tokentwin.config_file import print_config, with_config
+from tokentwin.flag_tables import BLOCK_SIZE, CONFIG_FLAGS, JSON, SEED, TRAFFIC
 from tokentwin.flags import takes
 from tokentwin.job import make_spec
 
-KNOWN = {flag.name: flag for flag in (*TRAFFIC, SEED, BLOCK_SIZE, CONFIG, JSON)}
+KNOWN = {flag.name: flag for flag in (*TRAFFIC, SEED, BLOCK_SIZE, *CONFIG_FLAGS, JSON)}
 
 
-@takes(TRAFFIC, (SEED, BLOCK_SIZE, CONFIG, JSON))
+@takes(TRAFFIC, (SEED, BLOCK_SIZE), CONFIG_FLAGS, (JSON,))
 def describe(**flags: Any) -> int:
     """Summarise a workload: requests, rates, lengths, and how much of the prompts is shared.
 
     Example: tokentwin workload describe --dataset-path trace.csv --rate-scale 2
     """
     given = with_config(flags, KNOWN)
-    workload = load_workload(make_spec(given), seed=given.get("seed", 0))
+    spec = make_spec(given)
+    if given.get("print_config"):
+        return print_config(given, known=KNOWN)
+    workload = load_workload(spec, seed=given.get("seed", 0))
     summary = describe_workload(workload, page_tokens=given.get("block_size", 16))
     if given.get("json"):
         sys.stdout.write(json.dumps(summary, indent=1) + "\n")

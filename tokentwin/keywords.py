@@ -1,0 +1,261 @@
+"""Keywords of `tt.simulate`, `tt.capacity`, `tt.plan` and `tt.sweep`, with their types.
+
+Made of the table of flags by `python docs/schema.py`; not to be edited. `tokentwin COMMAND --help` explains each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from sim.slo import Goodput
+
+Several = str | Sequence[Any] | Mapping[str, Any]
+"""A list of values, one text with spaces, or pairs such as {"ttft": 500}."""
+
+
+class SharedFlags(TypedDict, total=False):
+    model: str | None
+    router: str | None
+    dtype: str | None
+    quantization: str | None
+    kv_cache_dtype: str | None
+    policy: str | None
+    scheduling_policy: Literal["fcfs", "priority", "sjf", "edf", "fair"] | None
+    static_batch_size: int | None
+    static_max_wait: float | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    max_model_len: int | None
+    gpu_memory_utilization: float | None
+    block_size: int | None
+    num_gpu_blocks_override: int | None
+    enable_prefix_caching: bool | None
+    kv_eviction: Literal["lru", "lfu", "cost", "session"] | None
+    session_keep: float | None
+    session_decay: float | None
+    enable_chunked_prefill: bool | None
+    long_prefill_token_threshold: int | None
+    async_scheduling: bool | None
+    semantics: Literal["vllm-0.33", "vllm-2025"] | None
+    enforce_eager: bool | None
+    frontend_overhead_ms: float | None
+    tokenize_us_per_token: float | None
+    detokenize_us_per_token: float | None
+    dataset_name: str | None
+    dataset_path: str | Path | None
+    num_prompts: int | None
+    request_count: int | None
+    input_len: int | None
+    isl: int | None
+    output_len: int | None
+    osl: int | None
+    shared_prefix_len: int | None
+    session_turns_min: int | None
+    session_turns_max: int | None
+    think_time: float | None
+    think_distribution: Literal["exponential", "constant"] | None
+    rtt_ms: float | None
+    priority: int | None
+    request_rate: float | None
+    burstiness: float | None
+    rate_scale: float | None
+    ramp_up_strategy: Literal["linear", "exponential"] | None
+    ramp_up_start_rps: float | None
+    ramp_up_end_rps: float | None
+    rate_points: str | None
+    daily_curve: str | None
+    period: float | None
+    duration: float | None
+    dataset_order: Literal["file", "shuffle", "sample"] | None
+    dataset_tokenizer: str | Path | None
+    random_input_len: int | None
+    random_output_len: int | None
+    random_range_ratio: str | None
+    random_prefix_len: int | None
+    prefix_repetition_num_prefixes: int | None
+    prefix_repetition_prefix_len: int | None
+    prefix_repetition_suffix_len: int | None
+    prefix_repetition_output_len: int | None
+    sharegpt_output_len: int | None
+    sharegpt_multi_turn: bool | None
+    custom_output_len: int | None
+    burstgpt_model: str | None
+    mooncake_block_tokens: int | None
+    timed_trace_chunk_hash_size: int | None
+    timed_trace_sec_multiplier: float | None
+    timed_trace_label_timestamp: str | None
+    timed_trace_label_input_length: str | None
+    timed_trace_label_output_length: str | None
+    timed_trace_label_hash_ids: str | None
+    goodput: Goodput | Several | None
+    slo: Several | None
+    seed: int | None
+    replications: int | None
+
+
+class SimulateFlags(SharedFlags, total=False):
+    gpu: str | None
+    tensor_parallel_size: int | None
+    tp: int | None
+    data_parallel_size: int | None
+    dp: int | None
+    max_concurrency: int | None
+    concurrency: int | None
+    until: float | None
+    fast_forward: bool | None
+    strict: bool | None
+    metric_percentiles: str | Sequence[float] | None
+
+
+class CapacityFlags(SharedFlags, total=False):
+    gpu: str | None
+    tensor_parallel_size: int | None
+    tp: int | None
+    data_parallel_size: int | None
+    dp: int | None
+    max_concurrency: int | None
+    concurrency: int | None
+    slo_attainment: float | None
+    workload_var: Literal["request_rate", "rate_scale", "max_concurrency"] | None
+    target_request_rate: float | None
+    target_concurrency: float | None
+    jobs: int | None
+    strict: bool | None
+
+
+class PlanFlags(SharedFlags, total=False):
+    price: Several | None
+    prices: str | Path | None
+    gpus: Several | None
+    models: Several | None
+    tensor_parallel_sizes: Several | None
+    tp_sizes: Several | None
+    quantizations: Several | None
+    kv_cache_dtypes: Several | None
+    policies: Several | None
+    chunks: Several | None
+    batches: Several | None
+    total_gpus: int | None
+    max_replicas: int | None
+    top: int | None
+    ttft: float | None
+    tpot: float | None
+    slo_attainment: float | None
+    target_request_rate: float | None
+    target_concurrency: float | None
+    jobs: int | None
+
+
+class SweepFlags(TypedDict, total=False):
+    """What a sweep takes: one value, or a list of them as an axis."""
+
+    model: str | Sequence[str] | None
+    gpu: str | Sequence[str] | None
+    tensor_parallel_size: int | Sequence[int] | None
+    tp: int | Sequence[int] | None
+    data_parallel_size: int | Sequence[int] | None
+    dp: int | Sequence[int] | None
+    router: str | Sequence[str] | None
+    dtype: str | Sequence[str] | None
+    quantization: str | None | Sequence[str | None]
+    kv_cache_dtype: str | Sequence[str] | None
+    policy: str | Sequence[str] | None
+    scheduling_policy: (
+        Literal["fcfs", "priority", "sjf", "edf", "fair"]
+        | Sequence[Literal["fcfs", "priority", "sjf", "edf", "fair"]]
+        | None
+    )
+    static_batch_size: int | None | Sequence[int | None]
+    static_max_wait: float | None | Sequence[float | None]
+    max_num_seqs: int | None | Sequence[int | None]
+    max_num_batched_tokens: int | None | Sequence[int | None]
+    max_model_len: int | None | Sequence[int | None]
+    gpu_memory_utilization: float | Sequence[float] | None
+    block_size: int | Sequence[int] | None
+    num_gpu_blocks_override: int | None | Sequence[int | None]
+    enable_prefix_caching: bool | Sequence[bool] | None
+    kv_eviction: (
+        Literal["lru", "lfu", "cost", "session"] | Sequence[Literal["lru", "lfu", "cost", "session"]] | None
+    )
+    session_keep: float | None | Sequence[float | None]
+    session_decay: float | None | Sequence[float | None]
+    enable_chunked_prefill: bool | Sequence[bool] | None
+    long_prefill_token_threshold: int | Sequence[int] | None
+    async_scheduling: bool | None | Sequence[bool | None]
+    semantics: Literal["vllm-0.33", "vllm-2025"] | Sequence[Literal["vllm-0.33", "vllm-2025"]] | None
+    enforce_eager: bool | Sequence[bool] | None
+    frontend_overhead_ms: float | Sequence[float] | None
+    tokenize_us_per_token: float | Sequence[float] | None
+    detokenize_us_per_token: float | Sequence[float] | None
+    dataset_name: str | Sequence[str] | None
+    dataset_path: str | Path | Sequence[str | Path] | None
+    num_prompts: int | Sequence[int] | None
+    request_count: int | Sequence[int] | None
+    max_concurrency: int | Sequence[int] | None
+    concurrency: int | Sequence[int] | None
+    input_len: int | Sequence[int] | None
+    isl: int | Sequence[int] | None
+    output_len: int | Sequence[int] | None
+    osl: int | Sequence[int] | None
+    shared_prefix_len: int | Sequence[int] | None
+    session_turns_min: int | Sequence[int] | None
+    session_turns_max: int | Sequence[int] | None
+    think_time: float | Sequence[float] | None
+    think_distribution: (
+        Literal["exponential", "constant"] | Sequence[Literal["exponential", "constant"]] | None
+    )
+    rtt_ms: float | Sequence[float] | None
+    priority: int | Sequence[int] | None
+    request_rate: float | Sequence[float] | None
+    burstiness: float | Sequence[float] | None
+    rate_scale: float | Sequence[float] | None
+    ramp_up_strategy: Literal["linear", "exponential"] | Sequence[Literal["linear", "exponential"]] | None
+    ramp_up_start_rps: float | Sequence[float] | None
+    ramp_up_end_rps: float | Sequence[float] | None
+    rate_points: str | Sequence[str] | None
+    daily_curve: str | Sequence[str] | None
+    period: float | Sequence[float] | None
+    duration: float | Sequence[float] | None
+    dataset_order: (
+        Literal["file", "shuffle", "sample"] | Sequence[Literal["file", "shuffle", "sample"]] | None
+    )
+    dataset_tokenizer: str | Path | Sequence[str | Path] | None
+    random_input_len: int | Sequence[int] | None
+    random_output_len: int | Sequence[int] | None
+    random_range_ratio: str | Sequence[str] | None
+    random_prefix_len: int | Sequence[int] | None
+    prefix_repetition_num_prefixes: int | Sequence[int] | None
+    prefix_repetition_prefix_len: int | Sequence[int] | None
+    prefix_repetition_suffix_len: int | Sequence[int] | None
+    prefix_repetition_output_len: int | Sequence[int] | None
+    sharegpt_output_len: int | Sequence[int] | None
+    sharegpt_multi_turn: bool | Sequence[bool] | None
+    custom_output_len: int | Sequence[int] | None
+    burstgpt_model: str | Sequence[str] | None
+    mooncake_block_tokens: int | Sequence[int] | None
+    timed_trace_chunk_hash_size: int | Sequence[int] | None
+    timed_trace_sec_multiplier: float | Sequence[float] | None
+    timed_trace_label_timestamp: str | Sequence[str] | None
+    timed_trace_label_input_length: str | Sequence[str] | None
+    timed_trace_label_output_length: str | Sequence[str] | None
+    timed_trace_label_hash_ids: str | Sequence[str] | None
+    goodput: Goodput | Several | None
+    slo: Several | None
+    seed: int | Sequence[int] | None
+    until: float | Sequence[float] | None
+    fast_forward: bool | Sequence[bool] | None
+    replications: int | Sequence[int] | None
+    strict: bool | Sequence[bool] | None
+    serve_params: str | Path | None
+    bench_params: str | Path | None
+    link_vars: str | None
+    num_runs: int | None
+    output_dir: str | Path | None
+    experiment_name: str | None
+    resume: bool | None
+    continue_on_error: bool | None
+    jobs: int | None
+    backend: Literal["joblib", "ray"] | None
+    address: str | None
