@@ -100,7 +100,7 @@ class ValuedPool(PagePool):
             if owner is not None and owner.session is not None:
                 keep_s = config.session_keep_s * config.session_decay**owner.turn
             return np.full(len(pages), self.now_s + keep_s)
-        found: npt.NDArray[np.float64] = 1.0 + self._found[pages]
+        found: npt.NDArray[np.float64] = self._found[pages].astype(np.float64) + 1.0
         if config.kv_eviction == "cost" and config.attention_tokens:
             found *= 1.0 + np.arange(len(pages)) * (config.page_tokens / config.attention_tokens)
         found += self._evicted_worth
