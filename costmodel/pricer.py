@@ -18,6 +18,7 @@ from costmodel.kernels import MIXED_QUERY_TILE
 from costmodel.layers import LinearLayers, monotone
 from costmodel.model import ModelShape
 from costmodel.profile import DeviceProfile
+from costmodel.work import step_work
 from serving.errors import UsageError
 
 Floats = npt.NDArray[np.float64]
@@ -260,40 +261,18 @@ class StepPricer:
         prefill_context_sum: npt.ArrayLike,
         decode_context_sum: npt.ArrayLike,
     ) -> tuple[Floats, Floats]:
-        """(FLOPs, HBM bytes) of steps on one device, for a roofline chart; arguments are columns of a step
-        table.
-
-        Weights are read once a step (of an MoE, the experts expected to be touched), KV once per attended
-        token; activations are taken as written and read once per layer.
-        """
-        tokens, sampled, area, before, decoding = (
-            np.asarray(a, np.float64)
-            for a in (
-                num_tokens,
-                num_sampled,
-                prefill_attention_area,
-                prefill_context_sum,
-                decode_context_sum,
-            )
+        """(FLOPs, HBM bytes) of steps on one device; arguments are columns of a step table (`costmodel.work`)."""
+        return step_work(
+            self.model,
+            num_tokens,
+            num_sampled,
+            prefill_attention_area,
+            prefill_context_sum,
+            decode_context_sum,
+            tensor_parallel_size=self.tensor_parallel_size,
+            weight_bytes=self._format.weight_bytes,
+            kv_bytes=self._kv_bytes,
         )
-        model, tp = self.model, self.tensor_parallel_size
-        attention = float(sum(g.weights for g in model.attention_gemms(tp)))
-        expert = float(sum(g.weights for g in model.mlp_gemms(tp)))
-        passed, touched = expert, np.full(tokens.shape, expert)
-        if model.num_experts:
-            total, chosen = float(model.num_experts), float(model.experts_per_token)
-            passed = expert * chosen
-            touched = expert * total * (1.0 - (1.0 - chosen / total) ** tokens)
-        head = float(model.lm_head_gemm(tp).weights)
-        heads = model.heads_per_rank(tp) * model.head_dim
-        flops = (
-            model.num_layers * (2.0 * tokens * (attention + passed) + 4.0 * heads * (area + decoding))
-            + 2.0 * sampled * head
-        )
-        weights = model.num_layers * (attention + touched) * self._format.weight_bytes * (tokens > 0)
-        kv = model.kv_bytes_per_token(tp, self._kv_bytes) * (before + decoding + tokens)
-        activations = model.num_layers * tokens * (4.0 * model.hidden_size + 3.0 * heads) * 2.0
-        return flops, weights + head * 2.0 * (sampled > 0) + kv + activations
 
     def extrapolations(
         self, max_context: int | None = None, max_batch: int | None = None, max_tokens: int | None = None

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from experiments.certainty import bracket, certainty_lines
+from experiments.observed import alert_lines, utilisation_rows
 from experiments.results import METRICS
 from sim.latency import LatencyStats
 from sim.meta import meta_value
@@ -71,6 +72,11 @@ def print_run(
     if sure:
         out.print(Text(" Certainty ".center(width, "="), style="bold"))
         _print_wrapped(out, sure, width, "dim")
+    alerts = alert_lines(record)
+    if alerts:
+        out.print(Text(" Alerts ".center(width, "="), style="bold"))
+        for fired, line in alerts:
+            _print_wrapped(out, [line], width, "red" if fired else "green")
     notes = [f"Warning: {warning}" for warning in summary.warnings]
     if record.interrupted:
         notes.insert(0, "Warning: interrupted; these results are partial")
@@ -186,6 +192,7 @@ def _engine(record: RunRecord, s: Summary) -> list[Row]:
         ("Prefix cache hit rate (%):", _num(s.prefix_hit_rate * 100), "cached / prompt tokens"),
         ("Preemptions:", str(s.preemptions), ""),
         ("GPU busy (%):", _num(s.gpu_busy_share * 100), "device time / duration"),
+        *utilisation_rows(record),
         ("Engine steps:", str(s.num_steps), ""),
         (
             "Run time (s):" if meta_value(record, "real") else "Simulated time (s):",

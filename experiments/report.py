@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import report_figures as figures
 from experiments.certainty import THIN_MARK, certainty_lines, headline_rows
+from experiments.observe_figures import observed_panels
 from experiments.page import list_section, page, plot_section, table_section, write_page
 from experiments.report_figures import Roofline
 from sim.meta import meta_value
@@ -134,6 +135,7 @@ def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> li
                 True,
             )
         )
+    out += observed_panels(record, roofline)
     if len(summary.tenants) > 1:
         out.append(("Latency by tenant", "Over completed requests.", figures.by_tenant(summary), True))
     return out

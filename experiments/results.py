@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.certainty import certainty_json, interval_keys
+from experiments.observed import observed_json
 from serving.errors import UsageError
 from sim.latency import LatencyStats, latencies, stage_times
 from sim.meta import meta_value
@@ -353,6 +354,7 @@ def _ours(record: RunRecord, summary: Summary, verdict: Verdict | None) -> dict[
         "sim_stage_share": summary.stage_share,
         "sim_tenants": {t.name: _tenant(t) for t in summary.tenants},
         "sim_warnings": list(summary.warnings),
+        **observed_json(record),
     }
     if verdict is not None:
         out["sim_slos"] = {

@@ -9,6 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from experiments.observed import ALERTS, UTILISATION
+from experiments.report_figures import step_roofline
+from experiments.utilisation import utilisation
 from serving.errors import UsageError
 from sim.certainty import assess
 from sim.deployment import Built, Deployment, build
@@ -45,6 +48,8 @@ class Job:
     replications: int | None = None
     """None takes the default of `sim.certainty`; 1 leaves intervals out."""
     strict: bool = False
+    alerts: tuple[str, ...] = ()
+    """Rules of `experiments.alerts`, checked."""
 
 
 def make_job(
@@ -102,7 +107,20 @@ def make_job(
         until_s,
         replications,
         bool(given.get("strict")),
+        make_alerts(given),
     )
+
+
+def make_alerts(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The alert rules of the flags, as they are written out. Raises UsageError that points at the wrong word."""
+    rules = given.get("alert") or ()
+    if given.get("fail_on_alert") and not rules:
+        raise UsageError("--fail-on-alert has no effect without --alert; add one such as 'ttft:p95:1m > 1s for 3m'")
+    if not rules:
+        return ()
+    from experiments.alerts import parse_rules
+
+    return tuple(map(str, parse_rules([rules] if isinstance(rules, str) else rules)))
 
 
 def make_deployment(flags: Mapping[str, Any], base: Deployment | None = None) -> Deployment:
@@ -144,7 +162,8 @@ def run_job(
         record = simulate_deployment(
             workload, job.built, fast_forward=job.fast_forward, progress=told, until_s=job.until_s
         )
-    record = replace(record, meta={**_meta(job, workload, label), **record.meta})
+    known = {UTILISATION: utilisation(record, step_roofline(record, job.built)).json()}
+    record = replace(record, meta={**_meta(job, workload, label), **known, **record.meta})
     summary = summarise(record, percentiles=job.percentiles, goodput=job.goodput, slos=job.slos)
     certainty = assess(
         record,
@@ -193,6 +212,7 @@ def _meta(job: Job, workload: Workload, label: str | None) -> dict[str, Any]:
         "percentiles": list(job.percentiles),
         "fast_forward": job.fast_forward,
         "until_s": job.until_s if math.isfinite(job.until_s) else None,
+        **({ALERTS: list(job.alerts)} if job.alerts else {}),
     }
 
 

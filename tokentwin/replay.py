@@ -356,13 +356,16 @@ class RealRun:
 
     def save(self, folder: str | Path, **how: Any) -> list[Path]:
         """Write everything into a folder, as `tokentwin.run.Run.save`, and return the files."""
+        from experiments.minutes import write_minutes
         from experiments.perfetto import write_trace
         from experiments.report import write_report
         from experiments.results import save_run
+        from experiments.utilisation import engine_work
 
         base = Path(folder)
         how |= {"verdict": self.verdict, "certainty": self.certainty, "steps": True}
         paths = save_run(self.record, self.summary, base, **how)
+        paths.append(write_minutes(self.record, engine_work(self.record), base))
         report = write_report(
             self.record, self.summary, self.verdict, base / REPORT, certainty=self.certainty
         )

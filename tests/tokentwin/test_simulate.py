@@ -11,7 +11,10 @@ import pytest
 
 from tests.tokentwin.shell import SMALL, Command
 
-FILES = ["report.html", "requests.parquet", "result.json", "run.json", "steps.parquet", "trace.json.gz"]
+FILES = [
+    *("certainty.json", "minutes.parquet", "report.html", "requests.parquet", "result.json", "run.json"),
+    *("steps.parquet", "tokens.parquet", "trace.json.gz"),
+]
 
 
 def run_json(folder: Path) -> dict[str, object]:

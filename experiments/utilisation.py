@@ -1,0 +1,118 @@
+"""How much of its peaks a device uses: model FLOPs and memory traffic of steps over the time they took.
+
+MFU (model FLOPs utilisation, Chowdhery et al. 2022) is FLOPs / (time · peak FLOP/s), MBU (model bandwidth utilisation)
+is bytes / (time · peak bytes/s), both counted from the model's shape (`costmodel.work`), so that padding and idle time
+show as what they are: peak that was not used. Of the twin the time is predicted,
+of the engine it was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from costmodel.model import ModelShape
+from costmodel.work import step_work
+from experiments.alert_series import span_s
+from experiments.report_figures import Roofline
+from sim.record import Floats, RunRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Utilisation:
+    """Of a whole run, per device. Shares are None where the device's peaks are not known."""
+
+    flops_per_s: float
+    """Model FLOPs per second while steps ran."""
+    bytes_per_s: float
+    mfu: float | None
+    """While steps ran, host gaps within them included."""
+    mbu: float | None
+    mfu_wall: float | None
+    """Over the whole run, idle time included."""
+    mbu_wall: float | None
+
+    def json(self) -> dict[str, Any]:
+        """JSON values by name; what is not known is left out."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def engine_work(record: RunRecord) -> Roofline | None:
+    """Work of the steps of a run of the engine, from the shape and peaks that its `meta` holds; None of other runs.
+
+    Peaks are NaN where they are not known, as of a CPU.
+    """
+    facts: Mapping[str, Any] = (record.meta.get("engine") or {}).get("work") or {}
+    if not facts:
+        return None
+    s = record.steps
+    flops, num_bytes = step_work(
+        ModelShape.model_validate(facts["shape"]),
+        s.num_tokens,
+        s.num_decodes + s.num_prefills,
+        s.prefill_attention_area,
+        s.prefill_context_sum,
+        s.decode_context_sum,
+        weight_bytes=facts["bytes_per_number"],
+        kv_bytes=facts["bytes_per_number"],
+        activation_bytes=facts["bytes_per_number"],
+    )
+    peaks = (facts.get(name) for name in ("peak_flops_per_s", "peak_bytes_per_s"))
+    return Roofline(flops, num_bytes, *(math.nan if p is None else p for p in peaks), device=facts["device"])
+
+
+def utilisation(record: RunRecord, work: Roofline) -> Utilisation:
+    """Means over a run; `work` may have NaN peaks."""
+    s = record.steps
+    busy_s = float((s.end_s - s.start_s).sum())
+    from_s, to_s = span_s(record)
+    wall_s = (to_s - from_s) * max(record.num_replicas, 1)
+    flops, num_bytes = float(np.sum(work.flops)), float(np.sum(work.bytes))
+
+    def share(amount: float, time_s: float, peak: float) -> float | None:
+        return amount / (time_s * peak) if time_s > 0 and math.isfinite(peak) else None
+
+    return Utilisation(
+        flops / busy_s if busy_s > 0 else 0.0,
+        num_bytes / busy_s if busy_s > 0 else 0.0,
+        share(flops, busy_s, work.peak_flops_per_s),
+        share(num_bytes, busy_s, work.peak_bytes_per_s),
+        share(flops, wall_s, work.peak_flops_per_s),
+        share(num_bytes, wall_s, work.peak_bytes_per_s),
+    )
+
+
+def step_shares(record: RunRecord, work: Roofline) -> tuple[Floats, Floats]:
+    """(MFU, MBU) of every step, shape (steps,) each; NaN for a step without length or a device without known peaks."""
+    length_s = record.steps.end_s - record.steps.start_s
+    with np.errstate(divide="ignore", invalid="ignore"):
+        per_s = np.where(length_s > 0, 1.0 / length_s, np.nan)
+    return work.flops * per_s / work.peak_flops_per_s, work.bytes * per_s / work.peak_bytes_per_s
+
+
+def rates_by_window(record: RunRecord, work: Roofline, edges_s: Floats) -> tuple[Floats, Floats]:
+    """(FLOP/s, bytes/s) of one device between each pair of edges, shape (edges − 1,) each; idle time counts.
+
+    A step's work is spread evenly over its time, so that the windows add up to the run.
+    """
+    length_s = np.diff(edges_s) * max(record.num_replicas, 1)
+    flops, num_bytes = (_spread(record, amount, edges_s) for amount in (work.flops, work.bytes))
+    return flops / length_s, num_bytes / length_s
+
+
+def _spread(record: RunRecord, amount: Floats, edges_s: Floats) -> Floats:
+    """How much of `amount`, one a step, falls between each pair of edges, over all replicas."""
+    s = record.steps
+    out = np.zeros(len(edges_s) - 1)
+    for replica in np.unique(s.replica):
+        mine = s.replica == replica
+        total = np.cumsum(amount[mine])
+        times = np.column_stack([s.start_s[mine], s.end_s[mine]]).ravel()
+        done = np.column_stack([total - amount[mine], total]).ravel()
+        out += np.diff(np.interp(edges_s, times, done))
+    return out
