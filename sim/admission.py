@@ -19,6 +19,10 @@ class _Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
+TOO_MANY = "429:"
+"""Begins the reason of every refusal here, as the HTTP status does."""
+
+
 class TokenBucket(_Spec):
     """At most `burst` at once and `rate` a second in the long run."""
 
@@ -109,22 +113,22 @@ class Door:
         """Why a request is refused; empty when it is let in. `sent_s` is when its client sent it."""
         spec, system = self._spec, self._system
         if spec.max_waiting is not None and system.num_waiting >= spec.max_waiting:
-            return f"429: {system.num_waiting} requests wait, max_waiting is {spec.max_waiting}"
+            return f"{TOO_MANY} {system.num_waiting} requests wait, max_waiting is {spec.max_waiting}"
         if spec.deadline_ms is not None:
             due_s = min(spec.deadline_ms / 1000, request.deadline_s - sent_s)
             predicted_s = now_s - sent_s + self._wait_s(now_s)
             if predicted_s > due_s:
-                return "429: the predicted TTFT is beyond the deadline"
+                return f"{TOO_MANY} the predicted TTFT is beyond the deadline"
         if spec.shed is not None:
             self._adapt(spec.shed, now_s)
             if system.num_outstanding >= self.limit:
-                return "429: load is shed to keep the TTFT of requests that are in"
+                return f"{TOO_MANY} load is shed to keep the TTFT of requests that are in"
         if self._bucket is not None:
             assert spec.token_bucket is not None
             tokens = spec.token_bucket.by == "tokens"
             amount = request.prompt_tokens + request.max_tokens if tokens else 1
             if not self._bucket.take(amount, now_s):
-                return "429: the token bucket is empty"
+                return f"{TOO_MANY} the token bucket is empty"
         return ""
 
     def _wait_s(self, now_s: float) -> float:

@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from costmodel.memory import MemoryPlan, default_limits, plan_memory
 from costmodel.model import ModelShape, load_model
@@ -20,9 +20,13 @@ from costmodel.profile import DeviceProfile, load_profile
 from serving.config import SchedulerConfig
 from serving.errors import InfeasibleError, UsageError
 from serving.policies import load_policy
+from sim.admission import TOO_MANY, Admission
+from sim.fleet.build import FLEET_FIELDS, build_pools, check_fleet, fleet_plan, is_fleet, pool_specs
+from sim.fleet.spec import Autoscaler, ColdStart, Failures, KvTransfer, Pool, parse_structured
 from sim.noise import StepNoise
 from sim.record import RunRecord, Status
 from sim.replica import Pricer
+from sim.router import RouterOptions
 from sim.workload.types import Workload
 from sim.world import Frontend, Progress, run_world
 
@@ -44,7 +48,24 @@ class Deployment(BaseModel):
     data_parallel_size: int = Field(default=1, ge=1)
     """Replicas behind a router."""
     router: str = "round_robin"
-    """How requests are spread over replicas: round_robin, least_outstanding or central."""
+    """How requests are spread over replicas: round_robin, least_outstanding, central, least_kv, prefix_hash, session,
+    power_of_two or random."""
+    router_prefix_tokens: int = Field(default=256, ge=1)
+    """Router prefix_hash: tokens of a prompt that decide where it goes."""
+    router_load_factor: float = Field(default=1.25, ge=1)
+    """Router prefix_hash: most requests on a replica as a multiple of its share; beyond it a prefix spills over."""
+    pools: tuple[Pool, ...] = ()
+    """Pools of replicas with settings of their own, such as [{gpu: h200, replicas: 2}, {gpu: l40s, replicas: 4}]."""
+    autoscaler: Autoscaler | None = None
+    """Replicas that follow the load, such as {outstanding: 32, max_replicas: 8}."""
+    cold_start: ColdStart | None = None
+    """How long a replica takes to start, such as {seconds: 90}; from weights and CUDA graphs by default."""
+    failures: Failures | None = None
+    """Replicas that fail and come back, such as {mtbf_s: 86400, mttr_s: 300}."""
+    admission: Admission | None = None
+    """Who is let in, such as {max_waiting: 100}."""
+    kv_transfer: KvTransfer | None = None
+    """Link from pools of role prefill to those of role decode, such as {bandwidth_gb_per_s: 50}."""
     dtype: str = "bfloat16"
     """Format of weights and activations: bfloat16, float16 or auto."""
     quantization: str | None = None
@@ -97,6 +118,11 @@ class Deployment(BaseModel):
     detokenize_us_per_token: float = Field(default=20.0, ge=0)
     """Lag that detokenising and writing a token adds to its way out."""
 
+    @field_validator(*FLEET_FIELDS, mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return parse_structured(value)
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -109,11 +135,21 @@ class Built:
     limits: SchedulerConfig
     pricer: StepPricer
     warnings: tuple[str, ...] = ()
+    pools: tuple[Built, ...] = ()
+    """One for each of the deployment's pools; the fields above are then those of the first."""
 
 
 def build(deployment: Deployment) -> Built:
     """Work a deployment out. Raises `UsageError` for names and limits that cannot be, `InfeasibleError` for memory."""
     d = deployment
+    check_fleet(d)
+    if d.pools:
+        pools = build_pools(d, build)
+        first = pools[0]
+        warnings = [
+            f"pool {p.name}: {w}" for p, b in zip(pool_specs(d), pools, strict=True) for w in b.warnings
+        ]
+        return replace(first, deployment=d, warnings=tuple(warnings), pools=pools)
     model, profile = load_model(d.model), load_profile(d.gpu)
     tokens, seqs = default_limits(profile)
     tokens = d.max_num_batched_tokens or tokens
@@ -227,14 +263,16 @@ def simulate(
     fast_forward: bool = True,
     progress: Callable[[Progress], None] | None = None,
     until_s: float = float("inf"),
-    pricer: Pricer | None = None,
+    pricer: Pricer | Sequence[Pricer] | None = None,
     noise: StepNoise | None = None,
+    seed: int = 0,
 ) -> RunRecord:
     """Run `workload` on `deployment` in simulated time and return what happened.
 
     Raises `UsageError` when not a single request can run, with the reason of the first. Interrupting it
     (KeyboardInterrupt) returns what happened so far, marked `interrupted`. `pricer` stands in for the deployment's own
-    prices; `noise` jitters the device time of its steps.
+    prices (a sequence for those of its pools); `noise` jitters the device time of its steps; `seed` is that of routers
+    and failures.
     """
     built = deployment if isinstance(deployment, Built) else build(deployment)
     d = built.deployment
@@ -246,10 +284,20 @@ def simulate(
         raise UsageError(
             "--scheduling-policy edf needs deadlines: set --goodput ttft:MS, or a tenant's goodput in a workload file"
         )
+    prices = [pricer] if pricer is not None and not isinstance(pricer, Sequence) else pricer
+    fleet = None
+    if is_fleet(d):
+        fleet = fleet_plan(
+            built,
+            workload,
+            lambda name: load_policy(name, **(options if name == d.policy else {})),
+            pricers=prices,
+            seed=seed,
+        )
     record = run_world(
         workload,
         built.limits,
-        pricer if pricer is not None else built.pricer,
+        prices[0] if prices is not None else built.pricer,
         make_policy=lambda: load_policy(d.policy, **options),
         num_replicas=d.data_parallel_size,
         router=d.router,
@@ -260,9 +308,11 @@ def simulate(
         until_s=until_s,
         progress=progress,
         noise=noise,
+        options=RouterOptions(seed, d.router_prefix_tokens, d.router_load_factor),
+        fleet=fleet,
     )
     rejected = record.requests.status == Status.REJECTED
-    if rejected.all() and len(rejected):
+    if rejected.all() and len(rejected) and not record.requests.reason[0].startswith(TOO_MANY):
         raise UsageError(
             f"none of the {len(rejected)} requests can run: {record.requests.reason[0]}; raise --max-model-len or "
             "the memory for KV, or shorten the prompts"

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+def parse_structured(value: Any) -> Any:
+    """A mapping or list from its text, JSON or YAML's one-line form; anything else as it is. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        content = yaml.safe_load(value)
+    except yaml.YAMLError:
+        content = None
+    if not isinstance(content, dict | list):
+        raise ValueError(
+            f"{value[:40]!r} is not a mapping; write it as {{key: value}}, or in a --config file"
+        )
+    return content
+
 
 Role = Literal["both", "prefill", "decode"]
 
