@@ -41,6 +41,7 @@ FACTS: dict[str, DeviceFacts] = {
             hbm_bytes_per_s=3.35e12,
             l2_bytes=50 * 2**20,
             link_bytes_per_s=450e9,
+            host_link_bytes_per_s=64e9,
             tdp_w=700,
             sources={"peak_flops": _H100, "hbm_bytes_per_s": _H100, "link": "NVLink 4, 900 GB/s both ways"},
         ),
@@ -53,6 +54,7 @@ FACTS: dict[str, DeviceFacts] = {
             hbm_bytes_per_s=4.8e12,
             l2_bytes=50 * 2**20,
             link_bytes_per_s=450e9,
+            host_link_bytes_per_s=64e9,
             tdp_w=700,
             sources={"peak_flops": _H200, "hbm_bytes_per_s": _H200, "link": "NVLink 4, 900 GB/s both ways"},
         ),
@@ -65,6 +67,7 @@ FACTS: dict[str, DeviceFacts] = {
             hbm_bytes_per_s=2.039e12,
             l2_bytes=40 * 2**20,
             link_bytes_per_s=300e9,
+            host_link_bytes_per_s=32e9,
             tdp_w=400,
             sources={"peak_flops": _A100, "hbm_bytes_per_s": _A100, "link": "NVLink 3, 600 GB/s both ways"},
         ),
@@ -77,6 +80,7 @@ FACTS: dict[str, DeviceFacts] = {
             hbm_bytes_per_s=8.0e12,
             l2_bytes=126 * 2**20,
             link_bytes_per_s=900e9,
+            host_link_bytes_per_s=64e9,
             tdp_w=1000,
             sources={"peak_flops": _B200, "hbm_bytes_per_s": _B200, "link": "NVLink 5, 1.8 TB/s both ways"},
         ),
@@ -89,6 +93,7 @@ FACTS: dict[str, DeviceFacts] = {
             hbm_bytes_per_s=864e9,
             l2_bytes=96 * 2**20,
             link_bytes_per_s=32e9,
+            host_link_bytes_per_s=32e9,
             tdp_w=350,
             sources={
                 "peak_flops": _L40S,
@@ -105,6 +110,7 @@ FACTS: dict[str, DeviceFacts] = {
             hbm_bytes_per_s=1.008e12,
             l2_bytes=72 * 2**20,
             link_bytes_per_s=32e9,
+            host_link_bytes_per_s=32e9,
             tdp_w=450,
             sources={"peak_flops": _ADA, "hbm_bytes_per_s": _ADA, "link": "PCIe 4.0 x16, 64 GB/s both ways"},
         ),
@@ -117,6 +123,7 @@ FACTS: dict[str, DeviceFacts] = {
             hbm_bytes_per_s=1.597e12,
             l2_bytes=128 * 2**20,
             link_bytes_per_s=64e9,
+            host_link_bytes_per_s=64e9,
             tdp_w=600,
             sources={
                 "peak_flops": _PRO_PEAK,
@@ -128,6 +135,10 @@ FACTS: dict[str, DeviceFacts] = {
 }
 for _facts in FACTS.values():
     _facts.sources.setdefault("memory_bytes", _DRIVER)
+    _generation = 4 if _facts.host_link_bytes_per_s == 32e9 else 5
+    _facts.sources.setdefault(
+        "host_link", f"PCIe {_generation}.0 x16, each way (PCI-SIG), as the datasheet names it"
+    )
 
 HOST = HostTerms(
     step_s=1.0e-3,

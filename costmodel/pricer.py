@@ -65,13 +65,14 @@ class StepPricer:
         self.profile = profile
         self.tensor_parallel_size = tensor_parallel_size
         self._format = gemm_format(dtype, quantization)
-        kv_name, self._kv_bytes = kv_format(kv_cache_dtype)
+        kv = kv_format(kv_cache_dtype)
+        self._kv_bytes = kv.element_bytes(model.head_dim)
         self._linear_layers = LinearLayers(model, profile, tensor_parallel_size, self._format)
         self._attention = Attention(
             model,
             profile,
             tensor_parallel_size,
-            kv_name,
+            kv.name,
             self._kv_bytes,
             model.max_position_embeddings,
             max_num_seqs,
@@ -86,6 +87,8 @@ class StepPricer:
         self._longest_share = self._attention.longest_share
         self._empty_tile_s = self._attention.empty_tile_s
         self._host = profile.host
+        self.page_move_s = 0.0
+        """Time to copy one KV page to host memory or back; set where a deployment swaps."""
         self._linear: list[float] = []
         self._head: list[float] = []
         self._alone: list[float] = []
@@ -171,6 +174,10 @@ class StepPricer:
         most = np.minimum(step + context_max, self._window)
         attention = np.maximum(attention, self._decode_launch_s + most * curve.longest_slope)
         return np.asarray(total + attention)
+
+    def move_s(self, num_pages: int) -> float:
+        """Time to copy KV pages between device and host memory before a step computes."""
+        return num_pages * self.page_move_s
 
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         """Seconds of host work for a step: scheduling, input preparation, output handling."""

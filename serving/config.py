@@ -51,6 +51,9 @@ class SchedulerConfig:
     """Eviction `session`: the stay shrinks by this factor from turn to turn."""
     swap_pages: int = 0
     """Host pages for preempted sequences; 0, or while they are full: what is preempted is computed again."""
+    swap_costs: tuple[float, float, float] | None = None
+    """Swap only what is dearer to compute again: seconds per token moved out and in, per token computed again, and per
+    token squared. None: swap whenever there is room."""
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -77,6 +80,10 @@ class SchedulerConfig:
             raise UsageError(f"session_decay is {self.session_decay}; use more than 0 and at most 1")
         if self.swap_pages < 0:
             raise UsageError(f"swap_pages is {self.swap_pages}; use 0 (off) or more")
+        if self.swap_costs is not None and (not self.swap_pages or min(self.swap_costs) < 0):
+            raise UsageError(
+                f"swap_costs are {self.swap_costs}; they need swap_pages, and none may be negative"
+            )
         if self.num_speculative_tokens < 0:
             raise UsageError(f"num_speculative_tokens is {self.num_speculative_tokens}; use 0 (off) or more")
         if (least := 1 + self.num_speculative_tokens + self.draft_slots) > self.max_num_batched_tokens:

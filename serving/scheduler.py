@@ -293,8 +293,7 @@ class Scheduler:
         """
         seqs = self.seqs
         request = seqs.request(slot)
-        if self.config.swap_pages:
-            computed = int(seqs.computed[slot])
+        if self.config.swap_pages and self._worth_swapping(computed := int(seqs.computed[slot])):
             self.swap.move_out(
                 request, seqs.tables[slot, : -(-computed // self.config.page_tokens)], computed
             )
@@ -318,6 +317,10 @@ class Scheduler:
         request.preemptions += 1
         self.waiting.put_back(request)
         return request
+
+    def _worth_swapping(self, num_tokens: int) -> bool:
+        costs = self.config.swap_costs
+        return costs is None or costs[0] * num_tokens < (costs[1] + costs[2] * num_tokens) * num_tokens
 
     def truncate(self, slot: int) -> Request:
         """End a sequence that no page pool could extend."""

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from costmodel.memory import MemoryPlan, default_limits, plan_memory
+from costmodel.memory import GIB, MemoryPlan, default_limits, plan_memory
 from costmodel.model import ModelShape, load_model
 from costmodel.pricer import StepPricer
 from costmodel.profile import DeviceProfile, load_profile
+from costmodel.swap import host_link_bytes_per_s, recompute_coefficients
 from serving.config import SchedulerConfig
 from serving.errors import InfeasibleError, UsageError
 from serving.policies import load_policy
@@ -101,6 +102,11 @@ class Deployment(BaseModel):
     """Eviction session: seconds that a conversation's pages are held back after its first answer (60 by default)."""
     session_decay: float | None = Field(default=None, gt=0, le=1)
     """Eviction session: factor by which that time shrinks with every turn (0.9 by default)."""
+    preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
+    """What becomes of a sequence that has to make room: computed again, moved to host memory and back, or whichever the
+    cost model says is cheaper."""
+    swap_space: float | None = Field(default=None, gt=0)
+    """Host memory for swapped sequences in GiB, per replica (4 by default)."""
     enable_chunked_prefill: bool = True
     """Cut prompts into chunks that fit the tokens of a step."""
     long_prefill_token_threshold: int = Field(default=0, ge=0)
@@ -223,6 +229,10 @@ def build(deployment: Deployment) -> Built:
         max_num_seqs=seqs,
         cuda_graphs=not d.enforce_eager,
     )
+    if d.preemption_mode != "recompute":
+        limits = replace(limits, **_swapping(d, memory, pricer, tokens))
+    elif d.swap_space is not None:
+        raise UsageError("--swap-space has an effect only with --preemption-mode swap or auto")
     return Built(d, model, profile, memory, limits, pricer, tuple(warnings))
 
 
@@ -242,6 +252,23 @@ def _eviction(d: Deployment, model: ModelShape) -> dict[str, Any]:
     if d.session_decay is not None:
         options["session_decay"] = d.session_decay
     return options
+
+
+def _swapping(d: Deployment, memory: MemoryPlan, pricer: StepPricer, tokens: int) -> dict[str, Any]:
+    """The scheduler's limits for preemption by swapping; `pricer` learns what a page costs."""
+    if d.policy == "static":
+        raise UsageError("--preemption-mode has no effect with --policy static, which never preempts")
+    page_bytes = d.block_size * memory.kv_bytes_per_token
+    pricer.page_move_s = page_bytes / host_link_bytes_per_s(pricer.profile.facts)
+    pages = int((4.0 if d.swap_space is None else d.swap_space) * GIB / (page_bytes * d.tensor_parallel_size))
+    if not pages:
+        raise UsageError(
+            f"--swap-space {d.swap_space:g} GiB holds no KV page of {page_bytes / 2**20:.1f} MiB; raise it"
+        )
+    if d.preemption_mode == "swap":
+        return {"swap_pages": pages}
+    moved_s = 2 * pricer.page_move_s / d.block_size
+    return {"swap_pages": pages, "swap_costs": (moved_s, *recompute_coefficients(pricer, min(1024, tokens)))}
 
 
 def policy_options(deployment: Deployment) -> dict[str, Any]:

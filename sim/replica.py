@@ -46,6 +46,9 @@ class Pricer(Protocol):
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         """Host work that a step needs."""
 
+    def move_s(self, num_pages: int) -> float:
+        """Time to copy KV pages between device and host; asked only of deployments that swap."""
+
 
 class Replica:
     """An engine: a scheduler, a price list and a process. `finished(request, time_s)` is told of every end."""
@@ -269,6 +272,8 @@ class Replica:
             context_sum,
             plan.decode_context_max,
         )
+        if plan.swap_out or plan.swap_in:
+            gpu_s += self.pricer.move_s(sum(len(move.sources) for move in (*plan.swap_out, *plan.swap_in)))
         if self._noise is not None:
             gpu_s = gpu_s * self._noise.at(step)
         return gpu_s, self.pricer.host_s(len(plan.slots) + plan.num_padding, plan.num_tokens)

@@ -27,6 +27,8 @@ class BatchPolicy:
 
     name = "custom"
     steady = False
+    work_conserving = True
+    """False for a policy that may leave the device idle with work at hand, such as one that waits for a batch to fill."""
 
     def schedule(self, step: Step) -> None:
         """Fill `step` with `step.extend(request)`, `step.admit(request)` and `step.preempt(request)`."""

@@ -23,6 +23,7 @@ class Static(BatchPolicy):
 
     name = "static"
     steady = True
+    work_conserving = False
 
     def __init__(self, batch_size: int | None = None, max_wait_s: float = 0.1) -> None:
         if batch_size is not None and batch_size < 1:

@@ -1,0 +1,103 @@
+"""Preemption by recomputing, by swapping and by the cheaper of the two, in the twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sim.deployment as deployment_module
+from costmodel.swap import host_link_bytes_per_s, recompute_coefficients
+from serving.errors import UsageError
+from sim.deployment import Deployment, build, simulate
+from sim.record import RunRecord, Status
+from tests.sim.worlds import make_workload
+
+SCARCE = {"model": "llama-3.1-8b", "gpu": "h100", "num_gpu_blocks_override": 220, "max_model_len": 1024}
+
+
+def run(
+    link: float | None = None, monkeypatch: pytest.MonkeyPatch | None = None, **options: Any
+) -> RunRecord:
+    if link is not None:
+        assert monkeypatch is not None
+        monkeypatch.setattr(deployment_module, "host_link_bytes_per_s", lambda facts: link)
+    workload = make_workload([0.01 * i for i in range(16)], [400] * 16, [250] * 16)
+    return simulate(workload, Deployment(**{**SCARCE, **options}))
+
+
+def test_every_mode_answers_everything() -> None:
+    for mode in ("recompute", "swap", "auto"):
+        record = run(preemption_mode=mode)
+        assert (record.requests.status == Status.FINISHED).all()
+        assert record.requests.preemptions.sum() > 0, "the cache is not scarce enough to test anything"
+
+
+def test_swapping_costs_what_the_bytes_take() -> None:
+    """Two runs with different links have the same schedule; their device times differ by bytes over rates."""
+    built = build(Deployment(**SCARCE, preemption_mode="swap"))
+    page_bytes = 16 * 2 * 32 * 8 * 128 * 2  # tokens x (K and V) x layers x KV heads x head size x bytes
+    assert built.pricer.page_move_s == pytest.approx(page_bytes / (0.8 * 64e9))
+    assert built.limits.swap_pages == int(4 * 2**30 / page_bytes)
+    assert built.pricer.move_s(7) == pytest.approx(7 * page_bytes / (0.8 * 64e9))
+
+
+def test_auto_is_recompute_on_a_slow_link_and_swap_on_a_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, never = run(1e6, monkeypatch, preemption_mode="auto"), run(preemption_mode="recompute")
+    np.testing.assert_array_equal(slow.steps.end_s, never.steps.end_s)
+    fast = run(1e15, monkeypatch, preemption_mode="auto")
+    always = run(1e15, monkeypatch, preemption_mode="swap")
+    np.testing.assert_array_equal(fast.steps.end_s, always.steps.end_s)
+    assert len(fast.steps) != len(never.steps) or (fast.steps.end_s != never.steps.end_s).any()
+
+
+def test_a_swapped_sequence_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token is computed once: prompts, and of each answer all but the last."""
+    record = run(1e15, monkeypatch, preemption_mode="swap")
+    requests = record.requests
+    once = int((requests.prompt_tokens + requests.output_tokens - 1).sum())
+    assert int(record.steps.num_tokens.sum()) == once
+    assert int(run(preemption_mode="recompute", enable_prefix_caching=False).steps.num_tokens.sum()) > once
+
+
+def test_coefficients_of_a_price_that_is_quadratic() -> None:
+    """A device that takes a n + b n^2 in all for n tokens, however they are cut."""
+    a, b = 20e-6, 3e-10
+
+    class Quadratic:
+        def step_s(self, num_tokens: int, sampled: int, prefills: Any, *rest: int) -> float:
+            ((chunk, context),) = prefills
+            return a * chunk + b * ((context + chunk) ** 2 - context**2)
+
+    assert recompute_coefficients(Quadratic(), 512) == pytest.approx((a, b))  # type: ignore[arg-type]
+
+
+def test_a_profile_without_a_host_link_is_an_error() -> None:
+    facts = build(Deployment(**SCARCE)).profile.facts
+    with pytest.raises(UsageError, match="host_link_bytes_per_s"):
+        host_link_bytes_per_s(replace_facts(facts))
+
+
+def replace_facts(facts: Any) -> Any:
+    return facts.model_copy(update={"name": "unheard-of", "host_link_bytes_per_s": None})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"swap_space": 2.0}, "--preemption-mode swap"),
+        ({"preemption_mode": "swap", "policy": "static"}, "never preempts"),
+        ({"preemption_mode": "swap", "swap_space": 1e-6}, "holds no KV page"),
+    ],
+)
+def test_options_without_effect(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        build(Deployment(**{**SCARCE, **options}))
+
+
+def test_swap_costs_need_swap_pages() -> None:
+    limits = build(Deployment(**SCARCE)).limits
+    with pytest.raises(UsageError, match="swap_costs"):
+        replace(limits, swap_costs=(1.0, 1.0, 0.0))
