@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from costmodel.formats import hardware
+from costmodel.formats import attention_fit, hardware
 from costmodel.kernels import empty_tile_s
 from costmodel.layers import monotone
 from costmodel.model import ModelShape
@@ -63,7 +63,9 @@ class Attention:
         self.notes: list[str] = []
         self._prefill = Kernel("prefill", self._fit(profile, "prefill", kv_name), self._hw)
         self._decode = Kernel("decode", self._fit(profile, "decode", kv_name), self._hw)
-        mixed = profile.decode_mixed.get(kv_name) or profile.decode_mixed.get("bfloat16")
+        mixed, lender = attention_fit(profile.decode_mixed, kv_name)
+        if lender == "bfloat16":
+            mixed = profile.decode_mixed[lender]
         self._mixed = Kernel("decode_mixed", mixed, self._hw) if mixed else None
         fit = self._decode.fit
         measured = int(fit.hull.get("head_dim", (128.0, 128.0))[0]) if fit is not None else 128
@@ -90,13 +92,12 @@ class Attention:
             )
 
     def _fit(self, profile: DeviceProfile, group: str, kv_name: str) -> KernelFit | None:
-        fits: dict[str, KernelFit] = getattr(profile, group)
-        fit = fits.get(kv_name)
-        if fit is None and "bfloat16" in fits:
+        fit, lender = attention_fit(getattr(profile, group), kv_name)
+        if lender is not None:
             self.notes.append(
-                f"{group}/{kv_name}: not measured on {profile.name}; bfloat16 efficiencies at its own bytes"
+                f"{group}/{kv_name}: not measured on {profile.name}; {lender} efficiencies at its own bytes"
             )
-            return fits["bfloat16"].model_copy(update={"residual": None})
+            return fit
         if fit is None or not fit.fitted:
             how = "datasheet roofline" if fit is None else fit.source
             self.notes.append(f"{group}/{kv_name}: not measured on {profile.name} ({how})")

@@ -1,12 +1,13 @@
-"""Number formats: how many bytes a weight takes, which arithmetic multiplies it, and vLLM's names for
-them."""
+"""Number formats: how many bytes a weight or a cached number takes, which arithmetic multiplies it, and vLLM's names
+for them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from costmodel.kernels import Hardware
-from costmodel.profile import DeviceFacts
+from costmodel.profile import DeviceFacts, KernelFit
 from serving.errors import UsageError, nearest
 
 
@@ -19,6 +20,29 @@ class GemmFormat:
     activation_bytes: float
     arithmetic: str
     """Key of `DeviceFacts.peak_flops`; devices without it multiply in bfloat16."""
+
+    def matrix_bytes(self, n: int, k: int) -> int:
+        """Memory of an [n, k] matrix, scales and zero points to the byte: what the engine holds.
+
+        int8_wo and fp8 keep a float32 scale per channel, fp8_block one per 128 x 128 block, int4_wo a 16-bit scale and
+        an 8-bit zero point per group and channel.
+        """
+        if self.name in ("int8_wo", "fp8"):
+            return n * k + 4 * n
+        if self.name == "fp8_block":
+            return n * k + 4 * -(-n // FP8_BLOCK) * -(-k // FP8_BLOCK)
+        if self.name == "int4_wo" and (group := int4_group(k)) is not None:
+            return n * k // 2 + 3 * n * (k // group)
+        return int(n * k * self.weight_bytes)
+
+
+FP8_BLOCK = 128
+"""Side of a block of weights with one scale."""
+
+
+def int4_group(k: int) -> int | None:
+    """Inputs that share a scale: 128, or the largest of 64 and 32 that divides `k`; None where none does."""
+    return next((group for group in (128, 64, 32) if k % group == 0), None)
 
 
 GEMM_FORMATS: dict[str, GemmFormat] = {
@@ -56,18 +80,42 @@ QUANTIZATIONS: dict[str, str] = {
 """`--quantization` names to GEMM formats; awq and gptq are taken as 4 bit in groups of 128."""
 
 DTYPES = ("auto", "bfloat16", "float16", "half")
-KV_DTYPES: dict[str, tuple[str, float]] = {
-    "auto": ("bfloat16", 2.0),
-    "bfloat16": ("bfloat16", 2.0),
-    "float16": ("bfloat16", 2.0),
-    "fp8": ("fp8", 1.0),
-    "fp8_e4m3": ("fp8", 1.0),
-    "fp8_e5m2": ("fp8", 1.0),
-    "int8": ("fp8", 1.0),
-    "int4": ("fp8", 0.5625),
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """How K and V are cached. `name` is the attention fit's; `scale_bytes` are per token and head."""
+
+    name: str
+    bits: int
+    scale_bytes: int = 0
+
+    def element_bytes(self, head_dim: int) -> float:
+        """Bytes per cached number, its share of the scale included."""
+        return self.bits / 8 + self.scale_bytes / head_dim
+
+
+KV_FORMATS: dict[str, KvFormat] = {
+    f.name: f
+    for f in (
+        KvFormat("bfloat16", 16),
+        KvFormat("fp8", 8),
+        # A float32 scale per token and head: written with the token, so that shared pages never change.
+        KvFormat("int8", 8, 4),
+        KvFormat("int4", 4, 4),
+    )
 }
-"""`--kv-cache-dtype` names to (kernel fit, bytes per element); int8 is priced as fp8, int4 keeps a scale
-per 16."""
+KV_DTYPES: dict[str, str] = {
+    "auto": "bfloat16",
+    "bfloat16": "bfloat16",
+    "float16": "bfloat16",
+    "fp8": "fp8",
+    "fp8_e4m3": "fp8",
+    "fp8_e5m2": "fp8",
+    "int8": "int8",
+    "int4": "int4",
+}
+"""`--kv-cache-dtype` names to formats."""
 
 
 def gemm_format(dtype: str, quantization: str | None) -> GemmFormat:
@@ -83,13 +131,29 @@ def gemm_format(dtype: str, quantization: str | None) -> GemmFormat:
     return GEMM_FORMATS[QUANTIZATIONS[quantization]]
 
 
-def kv_format(kv_cache_dtype: str) -> tuple[str, float]:
-    """(name of the attention fit, bytes per cached element); `UsageError` for an unknown name."""
+def kv_format(kv_cache_dtype: str) -> KvFormat:
+    """The format of the KV cache; `UsageError` for an unknown name."""
     if kv_cache_dtype not in KV_DTYPES:
         raise UsageError(
             f"--kv-cache-dtype {kv_cache_dtype!r} is not modelled; {nearest(kv_cache_dtype, KV_DTYPES)}"
         )
-    return KV_DTYPES[kv_cache_dtype]
+    return KV_FORMATS[KV_DTYPES[kv_cache_dtype]]
+
+
+def attention_fit(fits: Mapping[str, KernelFit], kv_name: str) -> tuple[KernelFit | None, str | None]:
+    """The fit that prices a cache format, and the format that it is borrowed from (None: its own, or there is none).
+
+    int8 takes fp8's as it is (as many bytes); other formats take efficiencies without the residuals of measured shapes.
+    """
+    own = fits.get(kv_name)
+    if own is not None:
+        return own, None
+    if kv_name in ("int8", "int4") and "fp8" in fits:
+        fit = fits["fp8"]
+        return (fit if kv_name == "int8" else fit.model_copy(update={"residual": None})), "fp8"
+    if "bfloat16" in fits:
+        return fits["bfloat16"].model_copy(update={"residual": None}), "bfloat16"
+    return None, None
 
 
 def hardware(

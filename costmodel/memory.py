@@ -127,16 +127,16 @@ def kv_cache_bytes(
 def weight_bytes(
     model: ModelShape, fmt: GemmFormat, *, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
 ) -> int:
-    """Bytes of weights on the fullest rank: quantised layers, 16-bit embedding, LM head and norms."""
+    """Bytes of weights on the fullest rank: quantised layers with their scales, 16-bit embedding, LM head and norms."""
     layers = -(-model.num_layers // pipeline_parallel_size)
-    linear = model.linear_params_per_layer(tensor_parallel_size)
+    tp = tensor_parallel_size
+    linear = sum(fmt.matrix_bytes(g.n, g.k) for g in model.attention_gemms(tp))
+    mlp = sum(fmt.matrix_bytes(g.n, g.k) for g in model.mlp_gemms(tp))
     router = model.router_gemm().weights if model.num_experts else 0
-    per_layer = (linear - router) * fmt.weight_bytes + (
-        router + model.small_params_per_layer(tensor_parallel_size)
-    ) * 2.0
-    vocab = model.vocab_per_rank(tensor_parallel_size) * model.hidden_size * 2.0
+    per_layer = linear + mlp * max(model.num_experts, 1) + (router + model.small_params_per_layer(tp)) * 2
+    vocab = model.vocab_per_rank(tp) * model.hidden_size * 2
     ends = vocab if pipeline_parallel_size > 1 or model.tie_word_embeddings else 2 * vocab
-    return int(layers * per_layer + ends + model.hidden_size * 2)
+    return layers * per_layer + ends + model.hidden_size * 2
 
 
 def activation_bytes(
@@ -192,7 +192,7 @@ def plan_memory(
         )
     model.check_tensor_parallel(tensor_parallel_size)
     fmt = gemm_format(dtype, quantization)
-    _, kv_element = kv_format(kv_cache_dtype)
+    kv_element = kv_format(kv_cache_dtype).element_bytes(model.head_dim)
     weights = weight_bytes(
         model, fmt, tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size
     )

@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from costmodel.formats import GEMM_FORMATS, gemm_format, hardware, kv_format
+from costmodel.formats import GEMM_FORMATS, attention_fit, gemm_format, hardware, kv_format
 from costmodel.layers import elementwise_bytes
 from costmodel.model import ModelShape
 from costmodel.predict import Kernel
@@ -164,7 +164,7 @@ def spread_of(
     kv_cache_dtype: str = "auto",
 ) -> Spread:
     """The uncertainty of a deployment's prices. Raises `UsageError` for unknown formats."""
-    fmt, kv_name = gemm_format(dtype, quantization).name, kv_format(kv_cache_dtype)[0]
+    fmt, kv_name = gemm_format(dtype, quantization).name, kv_format(kv_cache_dtype).name
     linear, noise, reason = _linear(model, profile, tensor_parallel_size, fmt)
     groups = [
         GroupSpread("engine", f"{profile.name}/engine", ENGINE_LOG_STD, "kernels in an engine, not alone"),
@@ -198,11 +198,8 @@ def _same_head(fit: KernelFit, model: ModelShape) -> bool:
 
 
 def _attention(fits: Mapping[str, KernelFit], kv_name: str) -> KernelFit | None:
-    """The fit of this cache format, or another format's efficiencies without its measured residuals."""
-    fit = fits.get(kv_name)
-    if fit is None and "bfloat16" in fits:
-        return fits["bfloat16"].model_copy(update={"residual": None})
-    return fit
+    """The fit of this cache format, or another format's."""
+    return attention_fit(fits, kv_name)[0]
 
 
 def _error(fit: KernelFit | None, measured: bool) -> tuple[float, str]:

@@ -70,7 +70,7 @@ def read_architecture(folder: Path) -> Architecture:
 
     Raises `UsageError` for a missing or malformed file and for a model that the engine does not run.
     """
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     try:
         architecture = architecture_from_config(config, name=folder.name)
     except UsageError as error:
@@ -78,7 +78,7 @@ def read_architecture(folder: Path) -> Architecture:
     generation = folder / "generation_config.json"
     if not generation.is_file():
         return architecture
-    eos = _token_ids(_read_json(generation).get("eos_token_id"))
+    eos = _token_ids(read_json(generation).get("eos_token_id"))
     ids = tuple(dict.fromkeys((*architecture.eos_token_ids, *eos)))
     return Architecture(
         architecture.shape, architecture.rope, architecture.norm_eps, ids, architecture.bos_token_id
@@ -145,7 +145,8 @@ def _token_ids(value: object) -> tuple[int, ...]:
     return tuple(int(item) for item in value) if isinstance(value, list) else ()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises `UsageError` when the file holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:

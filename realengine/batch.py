@@ -37,7 +37,20 @@ class Batch:
 
 @dataclass(slots=True)
 class LayerCache:
-    """K and V of one layer: `[num_pages + 1, page_tokens, kv_heads, head_dim]` each. Page 0 takes padding."""
+    """K and V of one layer: `[num_pages + 1, page_tokens, kv_heads, head_dim]` each. Page 0 takes padding.
+
+    A quantised cache is int8, or uint8 of half that width for int4, with a float32 scale per token and head,
+    `[num_pages + 1, page_tokens, kv_heads]`.
+    """
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a page consists of."""
+        if self.k_scale is None or self.v_scale is None:
+            return self.k, self.v
+        return self.k, self.v, self.k_scale, self.v_scale

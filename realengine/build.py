@@ -7,16 +7,25 @@ from pathlib import Path
 
 import torch
 
+from realengine.draft_build import (
+    draft_bytes_per_token,
+    kept_distributions_bytes,
+    load_draft,
+    make_drafting_step,
+)
+from realengine.draft_runner import CudaDraftingRunner
 from realengine.engine import Engine
 from realengine.load import DTYPES, Source, find_model, load
 from realengine.models import Model
 from realengine.parallel import SINGLE, TensorParallel
+from realengine.quant_kv import kv_bytes_per_token
 from realengine.runner import CpuRunner, Runner, StepRunner, allocate_caches
 from realengine.swap_store import SwapStore
 from realengine.workers import LeadingRunner, control_group, follow
 from serving.config import SchedulerConfig
 from serving.errors import InfeasibleError, UsageError
 from serving.policies import BatchPolicy
+from serving.speculative_config import SpeculativeConfig
 
 CPU_CACHE_BYTES = 2 * 2**30
 """KV cache on the CPU unless told otherwise, or less where all sequences together cannot need it."""
@@ -37,6 +46,11 @@ class EngineOptions:
     """Record no CUDA graphs."""
     seed: int = 0
     """Of the seeds of requests that bring none."""
+    speculative: SpeculativeConfig | None = None
+    quantization: str | None = None
+    """Weights rounded to nearest at loading: one of `realengine.quant.SCHEMES`."""
+    kv_cache_dtype: str = "auto"
+    """auto (as computed), int8, int4 or fp8."""
 
     def torch_device(self) -> torch.device:
         """The device meant. Raises `UsageError` when it is not there."""
@@ -88,6 +102,7 @@ def build_engine(
         vocab_size=source.architecture.shape.vocab_size,
         seed=options.seed,
         record_events=record_events,
+        speculative=options.speculative,
     )
 
 
@@ -118,19 +133,55 @@ def _build_runner(
     device, dtype = options.torch_device(), options.torch_dtype()
     longest = min(limits.max_model_len, source.architecture.shape.max_position_embeddings)
     limits = replace(limits, max_model_len=longest)
-    model = load(source, device=device, dtype=dtype, max_positions=longest, ranks=ranks)
+    model = load(
+        source,
+        device=device,
+        dtype=dtype,
+        max_positions=longest,
+        ranks=ranks,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+    )
+    draft, speculative = None, options.speculative
+    if speculative is not None:
+        if ranks.size > 1:
+            raise UsageError(
+                "--speculative-config: the engine drafts on one device; use --tensor-parallel-size 1"
+            )
+        draft = load_draft(
+            speculative,
+            source,
+            load_format=options.load_format,
+            device=device,
+            dtype=dtype,
+            max_positions=longest,
+        )
+        limits = speculative.limits(limits)
     if num_pages is None:
-        num_pages = pages_that_fit(model, limits, dtype, device, options.gpu_memory_utilization)
+        num_pages = pages_that_fit(model, limits, dtype, device, options.gpu_memory_utilization, draft)
         num_pages = ranks.least(num_pages, device)
     limits = replace(limits, num_pages=num_pages)
-    return make_runner(model, limits, dtype, device, graphs=not options.enforce_eager), limits
+    graphs = not options.enforce_eager
+    return make_runner(
+        model, limits, dtype, device, graphs=graphs, speculative=speculative, draft=draft
+    ), limits
 
 
 def make_runner(
-    model: Model, limits: SchedulerConfig, dtype: torch.dtype, device: torch.device, *, graphs: bool = True
+    model: Model,
+    limits: SchedulerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    graphs: bool = True,
+    speculative: SpeculativeConfig | None = None,
+    draft: Model | None = None,
 ) -> Runner:
-    """The runner for `device`, with caches of `limits.num_pages` pages."""
+    """The runner for `device`, with caches of `limits.num_pages` pages; `draft` is that of `speculative`."""
     caches = allocate_caches(model, limits.num_pages + 1, limits.page_tokens, device=device, dtype=dtype)
+    if speculative is not None:
+        drafting = make_drafting_step(model, caches, limits, dtype, device, speculative, draft)
+        return CudaDraftingRunner(drafting) if device.type == "cuda" else CpuRunner(drafting)
     swap = SwapStore(caches, limits.swap_pages) if limits.swap_pages else None
     num_slots = limits.max_num_seqs * (2 if limits.async_scheduling else 1)
     step = StepRunner(model, caches, swap, num_slots, device)
@@ -143,7 +194,12 @@ def make_runner(
 
 
 def pages_that_fit(
-    model: Model, limits: SchedulerConfig, dtype: torch.dtype, device: torch.device, utilization: float
+    model: Model,
+    limits: SchedulerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    utilization: float,
+    draft: Model | None = None,
 ) -> int:
     """KV pages for `device`, weights being there already.
 
@@ -151,7 +207,10 @@ def pages_that_fit(
     `InfeasibleError` when not even one page fits.
     """
     shape = model.architecture.shape
-    per_token = shape.kv_bytes_per_token(model.ranks.size, dtype.itemsize)
+    per_token: float = kv_bytes_per_token(
+        shape.num_layers, model.num_kv_heads, shape.head_dim, model.kv_cache_dtype, dtype
+    )
+    per_token += draft_bytes_per_token(draft, dtype)
     page_bytes = int(per_token * limits.page_tokens)
     if device.type != "cuda":
         wanted = limits.max_num_seqs * -(-limits.max_model_len // limits.page_tokens)
@@ -161,6 +220,7 @@ def pages_that_fit(
     widest = 3 * shape.intermediate_size // model.ranks.size + 4 * shape.hidden_size
     activations = limits.max_num_batched_tokens * widest * dtype.itemsize
     activations += limits.max_num_seqs * shape.vocab_size * (dtype.itemsize + 8)
+    activations += kept_distributions_bytes(limits, shape.vocab_size)
     room = int(total * utilization) - (total - free) - activations
     if room < page_bytes:
         raise InfeasibleError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from costmodel.model import load_model
 from costmodel.shipped import CONFIGS
-from realengine.architecture import Architecture, Rope, architecture_from_config, read_architecture
+from realengine.architecture import Architecture, Rope, architecture_from_config, read_architecture, read_json
 from realengine.checkpoint import Checkpoint, DummyCheckpoint, FolderCheckpoint
 from realengine.models import HeadNorms, Layer, Model, Weights
 from realengine.ops import Linear, Ops, make_ops
 from realengine.parallel import SINGLE, TensorParallel
+from realengine.quant import Matrix, cut_columns, cut_rows, join, moved, quantize, scheme_of
+from realengine.quant_checkpoint import Packing, packing_of
+from realengine.quant_kv import cache_layout
 from realengine.tokenizer import Tokenizer
 from serving.errors import UsageError
 
@@ -34,6 +38,8 @@ class Source:
     architecture: Architecture
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
+    packing: Packing | None = None
+    """How matrices are quantised in the checkpoint itself."""
 
 
 def find_model(model: str | Path, load_format: str = "auto") -> Source:
@@ -54,7 +60,8 @@ def find_model(model: str | Path, load_format: str = "auto") -> Source:
         tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").is_file() else None
         if load_format == "dummy":
             return Source(architecture, DummyCheckpoint(architecture.shape), tokenizer)
-        source = Source(architecture, FolderCheckpoint(path), tokenizer)
+        packing = packing_of(read_json(path / "config.json"), path)
+        source = Source(architecture, FolderCheckpoint(path), tokenizer, packing)
     elif load_format == "dummy":
         return _dummy(str(model))
     else:
@@ -83,22 +90,40 @@ def load(
     dtype: torch.dtype,
     max_positions: int,
     ranks: TensorParallel = SINGLE,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Model:
-    """Put this rank's share of the weights on `device` in `dtype`. Positions run up to `max_positions` - 1."""
+    """Put this rank's share of the weights on `device` in `dtype`. Positions run up to `max_positions` - 1.
+
+    With `quantization` (`realengine.quant.SCHEMES`) the layers' matrices are rounded to nearest; a checkpoint that is
+    quantised stays so. Raises `UsageError` for a format that the engine or the checkpoint does not have.
+    """
+    cache_layout(
+        kv_cache_dtype, source.architecture.shape.head_dim, dtype
+    )  # a wrong name fails before loading
     architecture = source.architecture
     architecture.shape.check_tensor_parallel(ranks.size)
-    ops = make_ops(architecture.rope, architecture.shape.head_dim, max_positions, device)
-    return Model(architecture, _Loader(source, ops, device, dtype, ranks).weights(), ops, ranks)
+    scheme = scheme_of(quantization, source.packing.method if source.packing is not None else None)
+    ops = make_ops(architecture.rope, architecture.shape.head_dim, max_positions, device, dtype)
+    weights = _Loader(source, ops, device, dtype, ranks, scheme).weights()
+    return Model(architecture, weights, ops, ranks, kv_cache_dtype)
 
 
 class _Loader:
     def __init__(
-        self, source: Source, ops: Ops, device: torch.device, dtype: torch.dtype, ranks: TensorParallel
+        self,
+        source: Source,
+        ops: Ops,
+        device: torch.device,
+        dtype: torch.dtype,
+        ranks: TensorParallel,
+        scheme: str | None,
     ) -> None:
         self.shape = source.architecture.shape
         self.norm_eps = source.architecture.norm_eps
-        self.checkpoint = source.checkpoint
+        self.checkpoint, self.packing = source.checkpoint, source.packing
         self.ops, self.device, self.dtype, self.ranks = ops, device, dtype, ranks
+        self.scheme = scheme
 
     def weights(self) -> Weights:
         """All layers of this rank."""
@@ -113,8 +138,7 @@ class _Loader:
         )
 
     def _layer(self, prefix: str) -> Layer:
-        ranks, attention = self.ranks, prefix + "self_attn."
-        qkv, bias = self._qkv(attention)
+        attention = prefix + "self_attn."
         norms = None
         if self.shape.qk_norm:
             norms = HeadNorms(
@@ -122,32 +146,65 @@ class _Loader:
                 self._plain(attention + "k_norm.weight"),
                 self.norm_eps,
             )
-        gate_up = [ranks.rows(self._get(f"{prefix}mlp.{name}_proj.weight")) for name in ("gate", "up")]
         return Layer(
             input_norm=self._plain(prefix + "input_layernorm.weight"),
-            qkv=self.ops.linear(qkv, bias),
+            qkv=self._qkv(attention),
             head_norms=norms,
             o=self._columns(attention + "o_proj.weight"),
             post_norm=self._plain(prefix + "post_attention_layernorm.weight"),
-            gate_up=self.ops.linear(self._put(torch.cat(gate_up))),
+            gate_up=self._rows({f"{prefix}mlp.{name}_proj.weight": None for name in ("gate", "up")}),
             down=self._columns(prefix + "mlp.down_proj.weight"),
         )
 
-    def _qkv(self, attention: str) -> tuple[Tensor, Tensor | None]:
+    def _qkv(self, attention: str) -> Linear:
         """q, k and v of this rank's heads as one matrix (and one bias)."""
         parts = {"q": self.shape.num_heads, "k": self.shape.num_kv_heads, "v": self.shape.num_kv_heads}
-
-        def fused(kind: str) -> Tensor:
+        bias = None
+        if self.shape.attention_bias:
             shares = [
-                self.ranks.rows(self._get(f"{attention}{name}_proj.{kind}"), heads)
+                self.ranks.rows(self._get(f"{attention}{name}_proj.bias"), heads)
                 for name, heads in parts.items()
             ]
-            return self._put(torch.cat(shares))
+            bias = self._put(torch.cat(shares))
+        return self._rows({f"{attention}{name}_proj.weight": heads for name, heads in parts.items()}, bias)
 
-        return fused("weight"), fused("bias") if self.shape.attention_bias else None
+    def _rows(self, parts: dict[str, int | None], bias: Tensor | None = None) -> Linear:
+        """This rank's output channels of several matrices, as one; `parts` are the heads of each."""
+        packed = [name for name in parts if self._is_packed(name)]
+        if not packed:
+            shares = [self.ranks.rows(self._get(name), heads) for name, heads in parts.items()]
+            return self._linear(torch.cat(shares), bias)
+        if len(packed) < len(parts):
+            raise UsageError(f"{packed[0]} is quantised in the checkpoint and its neighbours are not")
+        matrices = [
+            cut_rows(self._matrix(name), lambda t, heads=heads: self.ranks.rows(t, heads))  # type: ignore[misc]
+            for name, heads in parts.items()
+        ]
+        joined = join(matrices)
+        if joined is not None:
+            return self.ops.linear(moved(joined, self.device), bias)
+        return SideBySide([self.ops.linear(moved(matrix, self.device)) for matrix in matrices], bias)
 
     def _columns(self, name: str) -> Linear:
-        return self.ops.linear(self._put(self.ranks.columns(self._get(name))))
+        if not self._is_packed(name):
+            return self._linear(self.ranks.columns(self._get(name)))
+        matrix = cut_columns(self._matrix(name), self.ranks.columns, self.ranks.size)
+        return self.ops.linear(moved(matrix, self.device))
+
+    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        if self.scheme is None:
+            return self.ops.linear(self._put(weight), bias)
+        kept = torch.float32 if self.scheme.startswith("fp8") else self.dtype
+        if self.device.type != "cpu":
+            kept = torch.float16 if self.scheme == "int4_wo" else torch.float32
+        return self.ops.linear(quantize(weight.to(self.device), self.scheme, kept), bias)
+
+    def _is_packed(self, name: str) -> bool:
+        return self.packing is not None and self.packing.holds(self.checkpoint, name)
+
+    def _matrix(self, name: str) -> Matrix:
+        assert self.packing is not None
+        return self.packing.matrix(self.checkpoint, name)
 
     def _plain(self, name: str) -> Tensor:
         return self._put(self._get(name))
@@ -157,3 +214,14 @@ class _Loader:
 
     def _put(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+
+class SideBySide:
+    """Linear layers of the same input whose outputs are one behind the other."""
+
+    def __init__(self, parts: Sequence[Linear], bias: Tensor | None) -> None:
+        self._parts, self._bias = parts, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.cat([part(x) for part in self._parts], dim=-1)
+        return out if self._bias is None else out.add_(self._bias)

@@ -51,15 +51,24 @@ class Weights:
 
 
 class Model:
-    """The decoder on one rank. `forward` writes K and V into the caches; nothing else keeps state."""
+    """The decoder on one rank. `forward` writes K and V into the caches; nothing else keeps state.
+
+    `kv_cache_dtype` says how those are to be made (`realengine.quant_kv.cache_layout`).
+    """
 
     def __init__(
-        self, architecture: Architecture, weights: Weights, ops: Ops, ranks: TensorParallel = SINGLE
+        self,
+        architecture: Architecture,
+        weights: Weights,
+        ops: Ops,
+        ranks: TensorParallel = SINGLE,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.architecture = architecture
         self.weights = weights
         self.ops = ops
         self.ranks = ranks
+        self.kv_cache_dtype = kv_cache_dtype
         shape = architecture.shape
         self.num_heads = shape.heads_per_rank(ranks.size)
         self.num_kv_heads = shape.kv_heads_per_rank(ranks.size)

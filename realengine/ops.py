@@ -12,12 +12,16 @@ from torch.nn.functional import linear
 from realengine.architecture import Rope
 from realengine.batch import Batch, LayerCache
 from realengine.kernels import Operators, operators
+from realengine.quant import Matrix
+from realengine.quant_kernels import kernel_linear
 
 if TYPE_CHECKING:
     from realengine.models import HeadNorms
 
 Linear = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out]."""
+Weight = Tensor | Matrix
+"""A matrix [out, in], plain or quantised."""
 
 
 class Attend(Protocol):
@@ -30,7 +34,7 @@ class Attend(Protocol):
 class Ops(Protocol):
     """What a kind of device can do."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """`x -> x weightᵀ + bias`, with the weight [out, in] laid out as this device likes it."""
 
     def add_norm(
@@ -54,13 +58,15 @@ def rotary_tables(
     return angles.cos().to(device), angles.sin().to(device)
 
 
-def make_ops(rope: Rope, head_dim: int, max_positions: int, device: torch.device) -> Ops:
-    """The fastest operators for `device`."""
+def make_ops(
+    rope: Rope, head_dim: int, max_positions: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Ops:
+    """The fastest operators for `device`; `dtype` is that of activations."""
     cos, sin = rotary_tables(rope, head_dim, max_positions, device)
     if device.type == "cpu":
         from realengine.ops_torch import TorchOps
 
-        return TorchOps(cos, sin)
+        return TorchOps(cos, sin, dtype)
     return KernelOps(cos, sin, operators(device))
 
 
@@ -70,7 +76,9 @@ class KernelOps:
     def __init__(self, cos: Tensor, sin: Tensor, kernels: Operators) -> None:
         self._cos, self._sin, self._kernels = cos, sin, kernels
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        if not isinstance(weight, Tensor):
+            return kernel_linear(weight, bias, self._kernels)
         return lambda x: linear(x, weight, bias)
 
     def add_norm(
@@ -91,17 +99,27 @@ class KernelOps:
         tables, lengths = batch.page_table, batch.context_len
 
         def attend(qkv: Tensor, cache: LayerCache, norms: HeadNorms | None) -> Tensor:
-            dim = cache.k.shape[-1]
+            dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
             q, k, v = torch.split(qkv.view(len(qkv), -1, dim), [num_heads, num_kv_heads, num_kv_heads], 1)
             named = {"q_norm": norms.q, "k_norm": norms.k, "eps": norms.eps} if norms is not None else {}
+            scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
             q = kernels.rotary_write_kv(
-                q, k, v, cos, sin, batch.positions, cache.k, cache.v, batch.slots, **named
+                q, k, v, cos, sin, batch.positions, cache.k, cache.v, batch.slots, **named, **scales
             )
             out = torch.empty_like(q)
             scale = dim**-0.5
             if decodes:
                 kernels.paged_decode_attention(
-                    q[:decodes], cache.k, cache.v, tables[:decodes], lengths[:decodes], scale, out[:decodes]
+                    *(
+                        q[:decodes],
+                        cache.k,
+                        cache.v,
+                        tables[:decodes],
+                        lengths[:decodes],
+                        scale,
+                        out[:decodes],
+                    ),
+                    **scales,
                 )
             if decodes < len(tables):
                 kernels.paged_prefill_attention(
@@ -114,6 +132,7 @@ class KernelOps:
                     scale,
                     batch.max_query,
                     out[decodes:],
+                    **scales,
                 )
             return out.view(len(qkv), -1)
 

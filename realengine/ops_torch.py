@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from realengine.batch import Batch, LayerCache
+from realengine.quant_cpu import quantised_linear
+from realengine.quant_kv import QuantisedCache, has_own_layout
 
 if TYPE_CHECKING:
     from realengine.models import HeadNorms
-    from realengine.ops import Attend, Linear
+    from realengine.ops import Attend, Linear, Weight
 
 
 _FEW_ROWS = 8
@@ -36,15 +38,18 @@ def packed_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 class TorchOps:
-    """Operators of the CPU. `cos, sin` are float32 [max_positions, head_dim / 2]."""
+    """Operators of the CPU. `cos, sin` are float32 [max_positions, head_dim / 2]; `dtype` is that of activations."""
 
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, cos: Tensor, sin: Tensor, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
         # Both halves of a head at once: x cos + swapped(x) sin, with the sign in the table.
         self._cos = torch.cat((cos, cos), dim=1)
         self._sin = torch.cat((-sin, sin), dim=1)
         self._doubled: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        if not isinstance(weight, Tensor):
+            return quantised_linear(weight, bias, self._dtype)
         return packed_linear(weight, bias)
 
     def add_norm(
@@ -116,11 +121,10 @@ class _TorchAttention:
             )
 
     def __call__(self, qkv: Tensor, cache: LayerCache, norms: HeadNorms | None) -> Tensor:
-        page_tokens, dim = cache.k.shape[1], cache.k.shape[3]
-        if not self._made:
-            self._prepare(page_tokens, qkv.dtype)
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        tokens = qkv.shape[0]
+        tokens, dim = qkv.shape[0], qkv.shape[1] // (heads + 2 * kv_heads)
+        if not self._made:
+            self._prepare(cache.k.shape[1], qkv.dtype)
         split = qkv.view(tokens, heads + 2 * kv_heads, dim)
         qk, v = split[:, : heads + kv_heads], split[:, heads + kv_heads :]
         if norms is not None:
@@ -129,37 +133,50 @@ class _TorchAttention:
         half = dim // 2
         swapped = torch.cat((qk[..., half:], qk[..., :half]), dim=-1)
         qk = torch.addcmul(qk * self.cos, swapped, self.sin)
-        k_flat, v_flat = cache.k.view(-1, kv_heads * dim), cache.v.view(-1, kv_heads * dim)
-        slots = self.batch.slots
-        k_flat.index_copy_(0, slots, qk[:, heads:].reshape(tokens, -1))
-        v_flat.index_copy_(0, slots, v.reshape(tokens, -1))
+        store = QuantisedCache(cache, dim) if has_own_layout(cache) else _PlainCache(cache)
+        store.write(self.batch.slots, qk[:, heads:], v)
         q = qk[:, :heads]
         decodes = self.batch.num_decodes
         if decodes == tokens:
-            return self._decode(q, k_flat, v_flat, dim)
-        parts = [self._decode(q[:decodes], k_flat, v_flat, dim)] if decodes else []
-        parts += [self._chunk(q, chunk, k_flat, v_flat, dim) for chunk in self._chunks]
+            return self._decode(q, store, dim)
+        parts = [self._decode(q[:decodes], store, dim)] if decodes else []
+        parts += [self._chunk(q, chunk, store, dim) for chunk in self._chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode(self, q: Tensor, k_flat: Tensor, v_flat: Tensor, dim: int) -> Tensor:
+    def _decode(self, q: Tensor, store: QuantisedCache | _PlainCache, dim: int) -> Tensor:
         """The heads of a group are the query rows of their KV head, so that K and V are never repeated."""
         rows, index = q.shape[0], self._token_index
         assert index is not None
         shape = (rows, -1, self.num_kv_heads, dim)
-        k = k_flat.index_select(0, index).view(shape).transpose(1, 2)
-        v = v_flat.index_select(0, index).view(shape).transpose(1, 2)
+        k, v = (x.view(shape).transpose(1, 2) for x in store.read(index, q.dtype))
         q = q.reshape(rows, self.num_kv_heads, -1, dim)
         return scaled_dot_product_attention(q, k, v, self._visible).reshape(rows, -1)
 
-    def _chunk(self, q: Tensor, chunk: _Chunk, k_flat: Tensor, v_flat: Tensor, dim: int) -> Tensor:
+    def _chunk(self, q: Tensor, chunk: _Chunk, store: QuantisedCache | _PlainCache, dim: int) -> Tensor:
         shape = (1, chunk.context, self.num_kv_heads, dim)
-        k = k_flat.index_select(0, chunk.index).view(shape).transpose(1, 2)
-        v = v_flat.index_select(0, chunk.index).view(shape).transpose(1, 2)
+        k, v = (x.view(shape).transpose(1, 2) for x in store.read(chunk.index, q.dtype))
         q = q[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0)
         out = scaled_dot_product_attention(
             q, k, v, chunk.mask(), is_causal=chunk.whole, enable_gqa=self.num_kv_heads != self.num_heads
         )
         return out[0].transpose(0, 1).reshape(chunk.end - chunk.start, -1)
+
+
+class _PlainCache:
+    """One layer's cache in the type of the activations, slot by slot."""
+
+    def __init__(self, cache: LayerCache) -> None:
+        width = cache.k.shape[2] * cache.k.shape[3]
+        self._k, self._v = cache.k.view(-1, width), cache.v.view(-1, width)
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """K and V [T, KVH, D] of new tokens into their slots."""
+        self._k.index_copy_(0, slots, k.reshape(len(slots), -1))
+        self._v.index_copy_(0, slots, v.reshape(len(slots), -1))
+
+    def read(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V [tokens, KVH * D] of the slots at `index`."""
+        return self._k.index_select(0, index), self._v.index_select(0, index)
 
 
 class _Chunk:

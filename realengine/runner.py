@@ -17,13 +17,17 @@ from realengine.batch import Batch, LayerCache
 from realengine.inputs import Moves, StepInputs
 from realengine.kernels import operators
 from realengine.models import Model
+from realengine.quant_kv import cache_layout
 from realengine.seats import Draws
 from realengine.swap_store import SwapStore
 
 
 @dataclass(slots=True)
 class Drawn:
-    """Tokens of one step [S], in the order of `StepInputs.plan_rows`, and their log-probabilities if asked for."""
+    """Tokens of one step [S], in the order of `StepInputs.plan_rows`, and their log-probabilities if asked for.
+
+    With drafts verified, [S, K + 1] of which the first `counts` hold.
+    """
 
     tokens: npt.NDArray[np.int64]
     device_s: float
@@ -33,6 +37,11 @@ class Drawn:
     top_tokens: npt.NDArray[np.int64] | None = None
     """The likeliest tokens [S, n]."""
     top_logprobs: npt.NDArray[np.float32] | None = None
+    counts: npt.NDArray[np.int64] | None = None
+    """Tokens that each sequence got [S]: the accepted drafts and one more; None where nobody drafts."""
+    drafts: npt.NDArray[np.int64] | None = None
+    """Made on the device for the next step [S, k], of which a sequence has the first `num_drafts`."""
+    num_drafts: npt.NDArray[np.int64] | None = None
 
 
 class Runner(Protocol):
@@ -45,14 +54,18 @@ class Runner(Protocol):
 
 
 def allocate_caches(
-    model: Model, num_pages: int, page_tokens: int, *, device: torch.device, dtype: torch.dtype
+    model: Model,
+    num_pages: int,
+    page_tokens: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[LayerCache]:
-    """A paged cache of `num_pages` pages (page 0 among them) per layer, zeroed."""
-    size = (num_pages, page_tokens, model.num_kv_heads, model.architecture.shape.head_dim)
+    """A paged cache of `num_pages` pages (page 0 among them) per layer, zeroed, in the model's KV format."""
+    cells = (num_pages, page_tokens, model.num_kv_heads)
+    layout = cache_layout(model.kv_cache_dtype, model.architecture.shape.head_dim, dtype)
     return [
-        LayerCache(
-            torch.zeros(size, device=device, dtype=dtype), torch.zeros(size, device=device, dtype=dtype)
-        )
+        LayerCache(*(torch.zeros((*cells, *last), device=device, dtype=kind) for last, kind in layout))
         for _ in model.weights.layers
     ]
 
@@ -73,6 +86,8 @@ class StepRunner:
     ) -> None:
         self.model = model
         self.caches = caches
+        self.paged = caches
+        """Every cache that lives in the scheduler's pages."""
         self.swap = swap
         self.device = device
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -82,13 +97,13 @@ class StepRunner:
         """Carry out what a step needs of page copies before it computes."""
         if self.swap is not None:
             for move in moves.swap_out:
-                self.swap.take(self.caches, move)
+                self.swap.take(self.paged, move)
             for move in moves.swap_in:
-                self.swap.give(self.caches, move)
+                self.swap.give(self.paged, move)
         if moves.copies:
             sources, targets = torch.tensor(moves.copies, device=self.device).T
-            for cache in self.caches:
-                self._kernels.copy_pages((cache.k, cache.v), sources, targets)
+            for cache in self.paged:
+                self._kernels.copy_pages(cache.tensors, sources, targets)
 
     def batch(self, inputs: StepInputs, put: Callable[[npt.NDArray[np.generic]], Tensor]) -> Batch:
         """The step's tensors; `put` brings an array to the device."""

@@ -20,19 +20,19 @@ class SwapStore:
         def like(cache: Tensor) -> Tensor:
             return torch.zeros((num_pages, *cache.shape[1:]), dtype=cache.dtype, pin_memory=pin)
 
-        self.pages = [LayerCache(like(cache.k), like(cache.v)) for cache in caches]
+        self.pages = [LayerCache(*(like(tensor) for tensor in cache.tensors)) for cache in caches]
 
     def take(self, caches: Sequence[LayerCache], move: Move) -> None:
         """Device pages `move.sources` to host pages `move.targets`, in stream order."""
         for device, host in zip(caches, self.pages, strict=True):
-            _copy(host.k, device.k, move)
-            _copy(host.v, device.v, move)
+            for to, at in zip(host.tensors, device.tensors, strict=True):
+                _copy(to, at, move)
 
     def give(self, caches: Sequence[LayerCache], move: Move) -> None:
         """Host pages `move.sources` to device pages `move.targets`, in stream order."""
         for device, host in zip(caches, self.pages, strict=True):
-            _copy(device.k, host.k, move)
-            _copy(device.v, host.v, move)
+            for to, at in zip(device.tensors, host.tensors, strict=True):
+                _copy(to, at, move)
 
 
 def _copy(target: Tensor, source: Tensor, move: Move) -> None:

@@ -6,7 +6,7 @@ A measured hull is the box of smallest and largest measured values per axis, kep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,12 +34,19 @@ class Extrapolation:
 
 def before_run(built: Built) -> tuple[Extrapolation, ...]:
     """What is known from the deployment alone: device, number formats, head size, weight shapes."""
+    if built.pools:
+        return tuple(dict.fromkeys(each for pool in built.pools for each in before_run(pool)))
     lines = built.pricer.extrapolations(max_context=_least(built, "context"), max_batch=1, max_tokens=16)
     return tuple(Extrapolation(line) for line in dict.fromkeys(lines))
 
 
 def after_run(built: Built, record: RunRecord) -> tuple[Extrapolation, ...]:
     """All of `before_run`, and the batches, contexts and chunks of the run that were never measured."""
+    if built.pools and record.fleet is not None:
+        pool_of = record.fleet.pool_of[record.steps.replica]
+        parts = [replace(record, steps=record.steps.where(pool_of == i)) for i in range(len(built.pools))]
+        every = [each for pool, part in zip(built.pools, parts, strict=True) for each in after_run(pool, part)]
+        return tuple(dict.fromkeys(every))
     found = list(before_run(built))
     steps = record.steps
     if not len(steps):
@@ -57,7 +64,7 @@ def after_run(built: Built, record: RunRecord) -> tuple[Extrapolation, ...]:
         )
     )
     alone, mixed = decodes & ~prefills, decodes & prefills
-    kv = kv_format(built.deployment.kv_cache_dtype)[0]
+    kv = kv_format(built.deployment.kv_cache_dtype).name
     gemm = gemm_format(built.deployment.dtype, built.deployment.quantization).name
     profile = built.profile
     seen: list[tuple[str, KernelFit | None, str, Floats]] = [
@@ -110,7 +117,7 @@ def _range(fit: KernelFit | None, axis: str) -> tuple[float, float]:
 
 
 def _least(built: Built, axis: str) -> int:
-    kv = kv_format(built.deployment.kv_cache_dtype)[0]
+    kv = kv_format(built.deployment.kv_cache_dtype).name
     return max(16, int(_range(built.profile.decode.get(kv), axis)[0]))
 
 
