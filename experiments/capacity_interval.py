@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 
-from costmodel.uncertainty import PerturbedPricer, Spread
+from costmodel.uncertainty import Spread
 from experiments.capacity_traffic import Traffic, head
 from experiments.capacity_trial import Promises, judge
 from sim.deployment import Built, simulate
 from sim.intervals import Draw, Interval, Parts, gather, plan_draws
 from sim.noise import StepNoise
-from sim.replications import deployment_spread, is_drawn, run_draws
+from sim.replications import deployment_spread, is_drawn, perturbed, run_draws
 
 DRAW_REQUESTS = 1024
 _STEP = 0.04
@@ -78,7 +78,7 @@ def _crossing(
     """Log load at which the margin crosses 0 in one state of the world, interpolated between two runs."""
     if draw.sample_seed is not None:
         traffic = traffic.with_seed(draw.sample_seed)
-    pricer = PerturbedPricer(built.pricer, spread.factors(draw.normals)) if draw.normals else None
+    pricer = perturbed(built, spread, draw.normals)
     noise = None if draw.noise_seed is None else StepNoise(spread.step_log_std, draw.noise_seed)
     whole_numbers = traffic.ladder.whole_numbers
 

@@ -152,7 +152,7 @@ def judge(
         len(record.requests),
         outcomes(record, promises, window),
         saturation(record),
-        int(np.count_nonzero(record.requests.status == Status.REJECTED)),
+        int(np.count_nonzero(record.requests.status >= Status.REJECTED)),
         final,
     )
 
@@ -180,7 +180,7 @@ def served_s(record: RunRecord) -> float:
 def outcomes(record: RunRecord, promises: Promises, window: Bools) -> tuple[Outcome, ...]:
     """Every promise over the requests of `window`."""
     r, lat = record.requests, latencies(record)
-    refused = r.status == Status.REJECTED
+    refused = r.status >= Status.REJECTED
     served = {
         "ttft": lat.ttft_s,
         "tpot": np.where(r.output_tokens > 1, lat.tpot_s, np.nan),

@@ -119,7 +119,7 @@ def _headline(record: RunRecord, s: Summary, certainty: Certainty | None) -> lis
     rate, limit = meta_value(record, "request_rate"), meta_value(record, "max_concurrency")
     rows = [
         ("Successful requests:", str(s.completed), f"of {s.sent} sent"),
-        ("Failed requests:", str(s.failed), f"{s.rejected} rejected, {s.unfinished} unfinished"),
+        ("Failed requests:", str(s.failed), _failed(s)),
     ]
     if limit is not None:
         rows.append(("Maximum request concurrency:", str(limit), ""))
@@ -165,6 +165,11 @@ def _headline(record: RunRecord, s: Summary, certainty: Certainty | None) -> lis
     ]
 
 
+def _failed(s: Summary) -> str:
+    lost = f", {s.errors} failed" if s.errors else ""
+    return f"{s.rejected} rejected, {s.unfinished} unfinished{lost}"
+
+
 def _latency(short: str, stats: LatencyStats, formula: str, certainty: Certainty | None) -> list[Row]:
     metric = short.lower()
     mean, median = (bracket(certainty, f"{statistic}_{metric}") for statistic in ("mean", "median"))
@@ -208,7 +213,7 @@ def _tenant_lines(summary: Summary) -> Iterable[str]:
         p95 = [dict(stats.percentiles_s).get(95.0, math.nan) * 1000 for stats in (t.ttft, t.tpot, t.e2el)]
         good = _num(t.slo_attainment * 100, 1) if t.slo_attainment is not None else "-"
         ttft, tpot, e2el = (_num(value, 1) for value in p95)
-        failed = t.rejected + t.unfinished
+        failed = t.sent - t.completed
         yield f"{t.name[:19]:<20}{t.sent:>7}{failed:>7}{ttft:>11}{tpot:>10}{e2el:>12}{good:>8}"
 
 

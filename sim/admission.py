@@ -59,7 +59,7 @@ class Admission(_Spec):
     def _consistent(self) -> Admission:
         if not any(x is not None for x in (self.token_bucket, self.max_waiting, self.deadline_ms, self.shed)):
             raise ValueError("admission sets nothing; give token_bucket, max_waiting, deadline_ms or shed")
-        if "deadline_window_s" in self.model_fields_set and self.deadline_ms is None:
+        if self.deadline_window_s != 10.0 and self.deadline_ms is None:
             raise ValueError("deadline_window_s has an effect only with deadline_ms")
         return self
 

@@ -123,11 +123,13 @@ class Summary:
     slos: tuple[SloOutcome, ...]
     tenants: tuple[TenantSummary, ...]
     warnings: tuple[str, ...]
+    errors: int = 0
+    """Requests that were let in and failed with their replica, all retries used."""
 
     @property
     def failed(self) -> int:
-        """Requests that did not complete: rejected, or still unfinished when the run ended."""
-        return self.rejected + self.unfinished
+        """Requests that did not complete: rejected, failed, or still unfinished when the run ended."""
+        return self.rejected + self.errors + self.unfinished
 
     def figures(self) -> dict[str, float]:
         """Every number by name, latencies in ms as `vllm bench serve` calls them; NaN where there is none."""
@@ -227,6 +229,7 @@ def summarise(
             for index in range(len(record.tenants))
         ),
         warnings=(*record.warnings, *_thin_percentiles(status[Status.FINISHED], percentiles)),
+        errors=status[Status.FAILED],
     )
 
 
@@ -239,7 +242,7 @@ def slo_outcomes(record: RunRecord, slos: Sequence[Slo]) -> tuple[SloOutcome, ..
     if not slos:
         return ()
     r, lat = record.requests, latencies(record)
-    rejected, finished = r.status == Status.REJECTED, r.status == Status.FINISHED
+    rejected, finished = r.status >= Status.REJECTED, r.status == Status.FINISHED
     waited_s = record.end_s - r.sent_s
     pools = _pools(record, lat, finished, with_itl=any(slo.metric == "itl" for slo in slos))
     served = {
@@ -346,7 +349,7 @@ def _peaks(record: RunRecord, finished: Bools) -> tuple[int, int, float]:
     """Most requests in one second, most at one instant, most tokens in one second."""
     r = record.requests
     left_s = np.where(finished, r.last_token_s, record.end_s)
-    counted = r.status != Status.REJECTED
+    counted = r.status < Status.REJECTED
     at_once = _most_at_once(r.sent_s[counted], left_s[counted])
     if not finished.any():
         return 0, at_once, 0.0
@@ -371,16 +374,21 @@ def _most_at_once(start_s: Floats, end_s: Floats) -> int:
 def _occupancy(record: RunRecord, duration_s: float) -> dict[str, float]:
     s = record.steps
     length_s = s.end_s - s.start_s
-    busy_s, wall_s = float(length_s.sum()), duration_s * max(record.num_replicas, 1)
+    busy_s, wall_s = float(length_s.sum()), record.replica_s(duration_s)
     out = {"gpu_busy": min(_share(float(s.gpu_s.sum()), wall_s), 1.0)}
     for name, held, size in (
         ("batch", s.num_running, record.max_num_seqs),
         ("kv", s.used_pages, record.num_pages),
     ):
-        area = float(np.dot(held, length_s)) / max(size, 1)
+        if record.fleet is not None:
+            shares = held / record.limit_at_steps("max_num_seqs" if name == "batch" else "num_pages")
+            area, most = float(np.dot(shares, length_s)), float(shares.max()) if len(held) else 0.0
+        else:
+            area = float(np.dot(held, length_s)) / max(size, 1)
+            most = float(held.max()) / max(size, 1) if len(held) else 0.0
         out[name + "_busy"] = _share(area, busy_s)
         out[name + "_mean"] = _share(area, max(wall_s, busy_s))
-        out[name + "_max"] = float(held.max()) / max(size, 1) if len(held) else 0.0
+        out[name + "_max"] = most
     return out
 
 

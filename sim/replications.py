@@ -51,7 +51,11 @@ def figures(summary: Summary) -> dict[str, float]:
 
 
 def deployment_spread(built: Built) -> Spread:
-    """The uncertainty of a deployment's prices."""
+    """The uncertainty of a deployment's prices; of all its pools, those that share a fit once."""
+    if built.pools:
+        parts = [deployment_spread(pool) for pool in built.pools]
+        groups = {group.key: group for part in parts for group in part.groups}
+        return Spread(tuple(groups.values()), max(part.step_log_std for part in parts))
     d = built.deployment
     return spread_of(
         built.model,
@@ -61,6 +65,17 @@ def deployment_spread(built: Built) -> Spread:
         quantization=d.quantization,
         kv_cache_dtype=d.kv_cache_dtype,
     )
+
+
+def perturbed(
+    built: Built, spread: Spread, normals: Mapping[str, float]
+) -> PerturbedPricer | tuple[PerturbedPricer, ...] | None:
+    """Prices under calibration errors, one list for each pool; None where there are none."""
+    if not normals:
+        return None
+    if built.pools:
+        return tuple(PerturbedPricer(p.pricer, deployment_spread(p).factors(normals)) for p in built.pools)
+    return PerturbedPricer(built.pricer, spread.factors(normals))
 
 
 def is_drawn(workload: WorkloadSpec | Workload) -> bool:
@@ -82,6 +97,7 @@ def simulate_draw(
     *,
     fast_forward: bool = True,
     until_s: float = float("inf"),
+    seed: int = 0,
 ) -> RunRecord:
     """The run in one state of the world. Raises KeyboardInterrupt when the user interrupts it."""
     if draw.sample_seed is not None and isinstance(workload, WorkloadSpec):
@@ -91,8 +107,9 @@ def simulate_draw(
         built,
         fast_forward=fast_forward,
         until_s=until_s,
-        pricer=PerturbedPricer(built.pricer, spread.factors(draw.normals)) if draw.normals else None,
+        pricer=perturbed(built, spread, draw.normals),
         noise=None if draw.noise_seed is None else StepNoise(spread.step_log_std, draw.noise_seed),
+        seed=seed if draw.noise_seed is None else draw.noise_seed,
     )
     if record.interrupted:
         raise KeyboardInterrupt
@@ -128,7 +145,7 @@ def replicate(
 
     def evaluate(draw: Draw) -> Figures:
         record = simulate_draw(
-            draw, built, spread, workload, requests, fast_forward=fast_forward, until_s=until_s
+            draw, built, spread, workload, requests, fast_forward=fast_forward, until_s=until_s, seed=seed
         )
         return figures(summarise(record, percentiles=percentiles, goodput=goodput, slos=slos))
 

@@ -111,8 +111,8 @@ def saturation(record: RunRecord) -> Saturation:
         return Saturation(Load.INCONCLUSIVE, f"too short to tell: needs at least {needed}")
     edges_s = np.linspace(from_s, last_s, NUM_BATCHES + 1)
     gone_s = np.where(r.status == Status.FINISHED, r.last_token_s, np.nan)
-    taken_s = np.where(r.status == Status.REJECTED, np.nan, r.scheduled_s)
-    kept = r.status != Status.REJECTED
+    taken_s = np.where(r.status >= Status.REJECTED, np.nan, r.scheduled_s)
+    kept = r.status < Status.REJECTED
     waiting = drift(count_at(edges_s, r.queued_s[kept], taken_s[kept]), last_s - from_s)
     in_system = drift(count_at(edges_s, r.sent_s[kept], gone_s[kept]), last_s - from_s)
     rate = np.diff(np.searchsorted(np.sort(r.sent_s), edges_s)).astype(np.float64)
@@ -134,7 +134,7 @@ def closed_loop(record: RunRecord) -> bool:
         return False
     r = record.requests
     gone_s = np.where(r.status == Status.UNFINISHED, np.nan, r.last_token_s)
-    rejected = r.status == Status.REJECTED
+    rejected = r.status >= Status.REJECTED
     at_send = count_at(r.sent_s, r.sent_s[~rejected], gone_s[~rejected])
     return bool(len(r) and at_send.max() >= min(int(limit), len(r)))
 

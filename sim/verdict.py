@@ -89,9 +89,9 @@ def what_bounds(record: RunRecord, summary: Summary) -> Bound:
     if not busy_s:
         return Bound("nothing_ran", "the run has no steps", 0.0, {})
     waiting = s.num_waiting > 0
-    full = s.num_running >= record.max_num_seqs
-    spent = s.num_tokens >= 0.99 * record.max_num_batched_tokens
-    pages = (s.used_pages >= 0.8 * record.num_pages) | (s.preemptions > 0)
+    full = s.num_running >= record.limit_at_steps("max_num_seqs")
+    spent = s.num_tokens >= 0.99 * record.limit_at_steps("max_num_batched_tokens")
+    pages = (s.used_pages >= 0.8 * record.limit_at_steps("num_pages")) | (s.preemptions > 0)
     waiting_s = float(length_s[waiting].sum())
     causes = {
         "max_num_seqs": waiting & full,
@@ -103,7 +103,7 @@ def what_bounds(record: RunRecord, summary: Summary) -> Bound:
     gpu_s = float(s.gpu_s.sum())
     mostly_prefill = s.num_prefill_tokens > s.num_decodes
     shares["waiting"] = waiting_s / busy_s
-    shares["busy"] = busy_s / max(summary.duration_s * max(record.num_replicas, 1), busy_s)
+    shares["busy"] = busy_s / max(record.replica_s(summary.duration_s), busy_s)
     shares["host"] = max(0.0, 1 - gpu_s / busy_s)
     shares["prefill_compute"] = float(s.gpu_s[mostly_prefill].sum()) / busy_s
     shares["decode_bandwidth"] = float(s.gpu_s[~mostly_prefill].sum()) / busy_s
@@ -164,7 +164,11 @@ def _slo_sentence(outcome: SloOutcome) -> str:
 def _loss_sentences(summary: Summary) -> tuple[str, ...]:
     lost = [
         f"{count} of {summary.sent} requests {words}"
-        for count, words in ((summary.rejected, "rejected"), (summary.unfinished, "not finished"))
+        for count, words in (
+            (summary.rejected, "rejected"),
+            (summary.errors, "failed"),
+            (summary.unfinished, "not finished"),
+        )
         if count
     ]
     return (f"{'; '.join(lost)}.",) if lost else ()

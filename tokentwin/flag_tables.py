@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sim.deployment import Deployment
+from sim.fleet.build import FLEET_FIELDS
 from sim.slo import PRESETS
 from sim.workload.flags import NAMES
 from tokentwin.flags import Flag
@@ -20,15 +21,17 @@ ALIASES: dict[str, tuple[str, ...]] = {
 def _deployment_flags() -> tuple[Flag, ...]:
     flags = []
     for name, field in Deployment.model_fields.items():
-        default: Any = field.default
+        structured = name in (*FLEET_FIELDS, "speculative_config")
+        default: Any = None if structured else field.default
         flags.append(
             Flag(
                 name,
-                field.annotation,
+                str if structured else field.annotation,
                 field.description or "",
                 "Deployment",
                 ALIASES.get(name, ()),
                 None if field.is_required() or default is None else _word(default),
+                structured=structured,
             )
         )
     return tuple(flags)

@@ -28,6 +28,8 @@ class Flag:
     """What holds when the flag is not given, in words."""
     negative: bool = True
     """Whether a switch has a `--no-…` that takes it back."""
+    structured: bool = False
+    """A mapping or a list: as such in a file, as JSON on the command line."""
 
     @property
     def option(self) -> str:

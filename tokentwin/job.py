@@ -16,6 +16,7 @@ from serving.errors import UsageError
 from sim.certainty import assess
 from sim.deployment import Built, Deployment, build
 from sim.deployment import simulate as simulate_deployment
+from sim.fleet.build import field_names, most_replicas
 from sim.hull import before_run, check_strict
 from sim.latency import DEFAULT_PERCENTILES
 from sim.metrics import summarise
@@ -78,7 +79,7 @@ def make_job(
         raise UsageError("--fail-on-slo has no effect without --slo; add one such as --slo p95_ttft:500")
     percentiles = parse_percentiles(given.get("metric_percentiles"))
     planned = make_deployment(given, deployment)
-    if planned.data_parallel_size == 1 and given.get("router", "round_robin") != "round_robin":
+    if most_replicas(planned) == 1 and given.get("router", "round_robin") != "round_robin":
         raise UsageError("--router has no effect on one replica; set --data-parallel-size 2 or more")
     built = builder(planned)
     replications = given.get("replications")
@@ -132,11 +133,14 @@ def make_deployment(flags: Mapping[str, Any], base: Deployment | None = None) ->
     try:
         return Deployment.model_validate(content)
     except ValidationError as error:
-        raise UsageError(explain(error, _flag_of)) from None
+        raise UsageError(explain(error, _flag_of, field_names)) from None
 
 
 def _flag_of(location: Location) -> str:
-    return "--" + str(location[0]).replace("_", "-") if location else ""
+    if not location:
+        return ""
+    inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:])
+    return "--" + str(location[0]).replace("_", "-") + inner
 
 
 def make_spec(flags: Mapping[str, Any]) -> WorkloadSpec:
@@ -160,7 +164,12 @@ def run_job(
         workload = load_workload(workload, seed=job.seed)
     with between_events(progress) as told:
         record = simulate_deployment(
-            workload, job.built, fast_forward=job.fast_forward, progress=told, until_s=job.until_s
+            workload,
+            job.built,
+            fast_forward=job.fast_forward,
+            progress=told,
+            until_s=job.until_s,
+            seed=job.seed,
         )
     known = {UTILISATION: utilisation(record, step_roofline(record, job.built)).json()}
     record = replace(record, meta={**_meta(job, workload, label), **known, **record.meta})

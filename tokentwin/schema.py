@@ -125,6 +125,11 @@ def _values(flag: Flag) -> Schema:
                 {"type": "object", "additionalProperties": {"type": ["string", "number"]}},
             ]
         }
+    if flag.structured:
+        whole = TypeAdapter(Deployment.model_fields[flag.name].annotation).json_schema()
+        parts = [_inline(part, whole.get("$defs", {})) for part in whole.get("anyOf", [whole])]
+        parts += [{"type": "string"}, *([] if {"type": "null"} in parts else [{"type": "null"}])]
+        return {"anyOf": parts}
     if flag.kind is Path:
         return {"type": ["string", "null"], "format": "path"}
     field = Deployment.model_fields.get(flag.name)
@@ -145,6 +150,17 @@ def _values(flag: Flag) -> Schema:
             k: v for part in parts for k, v in part.items() if k != "type"
         }
     return {"anyOf": parts}
+
+
+def _inline(part: Any, definitions: Schema) -> Any:
+    """A schema with what it refers to put in place."""
+    if isinstance(part, list):
+        return [_inline(each, definitions) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if "$ref" in part:
+        return _inline(definitions[part["$ref"].rsplit("/", 1)[-1]], definitions)
+    return {name: _inline(each, definitions) for name, each in part.items() if name != "$defs"}
 
 
 def workload_schema() -> Schema:

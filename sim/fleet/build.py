@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from costmodel.pricer import graph_sizes
 from serving.errors import UsageError
 from serving.policies import BatchPolicy
+from sim import admission
+from sim.fleet import spec
 from sim.fleet.plan import FleetPlan, PoolPlan
 from sim.fleet.spec import ColdStart, Pool
 from sim.replica import Pricer
@@ -19,6 +23,17 @@ if TYPE_CHECKING:
 
 FLEET_FIELDS = ("pools", "autoscaler", "cold_start", "failures", "admission", "kv_transfer")
 """Fields of a deployment that are mappings: YAML in a file, JSON on the command line."""
+
+
+def field_names() -> set[str]:
+    """Every key that the mappings may have."""
+    return {
+        name
+        for module in (spec, admission)
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, BaseModel)
+        for name in each.model_fields
+    }
 
 
 def is_fleet(d: Deployment) -> bool:
@@ -146,21 +161,22 @@ def fleet_plan(
     members = built.pools or (built,)
     prompt = float(workload.prompt_tokens.mean()) if len(workload) else 1.0
     output = float(workload.output_tokens.mean()) if len(workload) else 1.0
-    rates = [requests_per_s(m, spec.role, prompt, output) for m, spec in zip(members, specs, strict=True)]
+    rates = [requests_per_s(m, pool.role, prompt, output) for m, pool in zip(members, specs, strict=True)]
     pools = []
-    for index, (member, spec) in enumerate(zip(members, specs, strict=True)):
+    for index, (member, pool) in enumerate(zip(members, specs, strict=True)):
         tp = member.deployment.tensor_parallel_size
-        first = next(i for i, other in enumerate(specs) if other.role == spec.role)
+        first = next(i for i, other in enumerate(specs) if other.role == pool.role)
         own = PoolPlan(
             config=member.limits,
             pricer=member.pricer if pricers is None else pricers[index],
-            replicas=spec.replicas,
-            name=str(spec.name),
-            role=spec.role,
+            replicas=pool.replicas,
+            name=str(pool.name),
+            role=pool.role,
             make_policy=lambda name=member.deployment.policy: make_policy(name),  # type: ignore[misc]
-            weight=spec.weight if spec.weight is not None else rates[index] / rates[first],
+            speculation=member.speculation_for(seed),
+            weight=pool.weight if pool.weight is not None else rates[index] / rates[first],
             cold_start_s=cold_start_s(member, d.cold_start or ColdStart()),
-            autoscaler=spec.autoscaler,
+            autoscaler=pool.autoscaler,
             gpu=member.profile.name,
             gpus_per_replica=tp,
             kv_bytes_per_token=member.memory.kv_bytes_per_token * tp,
@@ -178,7 +194,7 @@ def fleet_plan(
     )
 
 
-def cold_start_s(built: Built, spec: ColdStart) -> float:
+def cold_start_s(built: Built, how: ColdStart) -> float:
     """The cold start of one replica of a deployment."""
     weights = built.memory.weight_bytes * built.deployment.tensor_parallel_size
     graphs = (
@@ -186,7 +202,7 @@ def cold_start_s(built: Built, spec: ColdStart) -> float:
         if built.deployment.enforce_eager
         else len(graph_sizes(built.limits.max_num_seqs, built.limits.max_num_batched_tokens))
     )
-    return spec.duration_s(weights, graphs)
+    return how.duration_s(weights, graphs)
 
 
 def requests_per_s(built: Built, role: str, prompt_tokens: float, output_tokens: float) -> float:

@@ -162,8 +162,7 @@ class Fleet:
     def _route(self, request: Request) -> None:
         """Send a request where its prompt is computed, or let it wait for a replica."""
         if not self.entry.replicas:
-            self._pending.append(request)
-            self._give_up()
+            self._hold(request)
             return
         if self.decode is not None:
             request.max_tokens = 1
@@ -178,9 +177,10 @@ class Fleet:
             if able:
                 min(able, key=router.load).submit(request)
             else:
-                self._pending.append(request)
+                self._hold(request)
             return
-        router.submit(request)
+        accepted = router.submit(request)
+        assert accepted, request.reason  # `submit` has asked before it let the request in
 
     def _replica_finished(self, request: Request, now_s: float) -> None:
         row = _row(request)
@@ -239,8 +239,7 @@ class Fleet:
         if self.decode.replicas:
             self._submit(self.decode, request)
         else:
-            self._pending.append(request)
-            self._give_up()
+            self._hold(request)
 
     # ---- the lives of replicas -----------------------------------------------------------------------------
 
@@ -264,6 +263,7 @@ class Fleet:
             self._replica_finished,
             fast_forward=self._fast_forward,
             noise=None if self._noise is None else self._noise.stream(index),
+            speculation=pool.plan.speculation,
         )
         slot = Slot(index, pool, replica)
         self.slots.append(slot)
@@ -311,20 +311,24 @@ class Fleet:
             else:
                 self._route(request)
 
-    def _give_up(self) -> None:
-        """Requests wait for a replica and none will ever come: they fail."""
-        for router in self._routers():
-            pools = [pool for pool in self.pools if pool.router is router]
-            if any(pool.scaler is not None or pool.count(*_EXISTING) for pool in pools):
-                continue
-            pending, self._pending = self._pending, []
-            for request in pending:
-                if (router is self.decode) is bool(request.external_tokens):
-                    self.lost_tokens += bool(request.external_tokens)
-                    self._forget([_row(request)])
-                    self._fail(_row(request), "no replica is left")
-                else:
+    def _hold(self, request: Request) -> None:
+        """Keep a request until a replica is there for it; it fails when none will ever be."""
+        router = self.decode if request.external_tokens else self.entry
+        for pool in self.pools:
+            if pool.router is router and (pool.scaler is not None or pool.count(*_EXISTING)):
+                if not pool.refusal(request):
                     self._pending.append(request)
+                    return
+        row = _row(request)
+        self.lost_tokens += bool(request.external_tokens)
+        self._forget([row])
+        self._fail(row, "no replica is left")
+
+    def _hold_again(self) -> None:
+        """A replica went away for good: those who wait for it fail."""
+        pending, self._pending = self._pending, []
+        for request in pending:
+            self._hold(request)
 
     # ---- failures ------------------------------------------------------------------------------------------
 
@@ -376,7 +380,7 @@ class Fleet:
         self._forget(lost)
         for row in lost:
             self._retry(row, slot.index)
-        self._give_up()
+        self._hold_again()
 
     def _forget(self, rows: list[int]) -> None:
         """What an attempt that failed has written; its tokens count as never received."""

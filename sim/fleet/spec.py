@@ -89,7 +89,7 @@ class Autoscaler(_Spec):
             raise ValueError("autoscaler needs a target: outstanding, waiting, kv_cache_usage or p95_ttft_ms")
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas {self.max_replicas} is below min_replicas {self.min_replicas}")
-        if "window_s" in self.model_fields_set and self.p95_ttft_ms is None:
+        if self.window_s != 60.0 and self.p95_ttft_ms is None:
             raise ValueError("window_s has an effect only with p95_ttft_ms")
         return self
 
