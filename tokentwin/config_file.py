@@ -110,7 +110,7 @@ def _flag(
                 f"{where}: {key} is a flag of tokentwin simulate that this command does not take; leave it out"
             ) from None
         raise
-    if isinstance(value, dict) and not flag.several:
+    if isinstance(value, dict) and not flag.several and not flag.structured:
         inner = [str(name) for name in value]
         also = [name for name in inner if _is_known(name, known)]
         fix = f"one level too deep; move {', '.join(also)} up" if also else "and takes one value"
@@ -128,6 +128,8 @@ def _is_known(key: str, known: Mapping[str, Flag]) -> bool:
 
 def typed(flag: Flag, value: Any, where: str) -> Any:
     """A value of a file with the type that the command line would give it. Raises UsageError, beginning with `where`."""
+    if flag.structured:
+        return value  # checked with the deployment
     if flag.several:
         if isinstance(value, str):
             value = [value] if flag.name == "alert" else value.split()
@@ -174,13 +176,19 @@ def config_text(
     deployment = {name: value for name, value in given.items() if name in names}
     if built is not None:
         limits = built.limits
-        whole = built.deployment.model_dump(mode="json") | {
-            "max_num_seqs": limits.max_num_seqs,
-            "max_num_batched_tokens": limits.max_num_batched_tokens,
-            "max_model_len": limits.max_model_len,
-            "async_scheduling": limits.async_scheduling,
+        whole = built.deployment.model_dump(mode="json")
+        if not built.pools:  # they have limits of their own
+            whole |= {
+                "max_num_seqs": limits.max_num_seqs,
+                "max_num_batched_tokens": limits.max_num_batched_tokens,
+                "max_model_len": limits.max_model_len,
+                "async_scheduling": limits.async_scheduling,
+            }
+        deployment = {
+            name: _without_none(value) if known[name].structured else value
+            for name, value in whole.items()
+            if name in known and not (known[name].structured and not value)
         }
-        deployment = {name: value for name, value in whole.items() if name in known}
         memory = f"{limits.num_pages:,} KV pages of {limits.page_tokens} tokens on each replica"
         parts.append(f"# {memory}; profile {built.profile.name} {built.profile.content_hash}")
     traffic = {name: given[name] for name in given if name in known_flags() and name != "goodput"}
@@ -188,6 +196,15 @@ def config_text(
     seed = {"seed": 0} if "seed" in known else {}
     parts += [text for text in (_yaml(deployment), _yaml(traffic), _yaml(seed | rest)) if text]
     return "\n".join(parts)
+
+
+def _without_none(value: Any) -> Any:
+    """A mapping without the keys that are not set."""
+    if isinstance(value, list):
+        return [_without_none(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return value
 
 
 def _yaml(values: Mapping[str, Any]) -> str:
