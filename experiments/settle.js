@@ -22,11 +22,22 @@ function paint(plot, night) {
 }
 function paintAll(night) { document.querySelectorAll(".js-plotly-plot").forEach(plot => paint(plot, night)); }
 
+const PAPER_PX = 690;  // what A4 and Letter have between their margins
+let printing = false;
+function forPaper(on) {
+  printing = on;
+  if (nightly.matches) paintAll(!on);
+  document.querySelectorAll(".js-plotly-plot").forEach(plot => {
+    if (on) Plotly.relayout(plot, {autosize: false, width: Math.min(plot.clientWidth || PAPER_PX, PAPER_PX)});
+    else Plotly.relayout(plot, {autosize: true, width: null}).then(() => Plotly.Plots.resize(plot));
+  });
+}
+
 addEventListener("load", () => document.querySelectorAll(".plotly-graph-div").forEach(plot => {
   if (touch) Plotly.relayout(plot, {dragmode: false});
   if (nightly.matches) paint(plot, true);
   Plotly.Plots.resize(plot);
 }));
 nightly.addEventListener("change", () => paintAll(nightly.matches));
-addEventListener("beforeprint", () => { if (nightly.matches) paintAll(false); });
-addEventListener("afterprint", () => { if (nightly.matches) paintAll(true); });
+addEventListener("beforeprint", () => forPaper(true));
+addEventListener("afterprint", () => forPaper(false));
