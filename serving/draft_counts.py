@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,3 +58,22 @@ class DraftCounts:
     def conditional_per_pos(self) -> list[float]:
         """Acceptance of a position given that it was drafted and all before it stood; 0 where that never happened."""
         return [a / t if t else 0.0 for a, t in zip(self.accepted_per_pos, self.tried_per_pos, strict=True)]
+
+
+def total(parts: Iterable[DraftCounts | None]) -> DraftCounts | None:
+    """The sum of several; None where nobody drafts."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    out = DraftCounts()
+    for part in found:
+        out.num_drafts += part.num_drafts
+        out.num_draft_tokens += part.num_draft_tokens
+        out.num_accepted_tokens += part.num_accepted_tokens
+        for mine, theirs in (
+            (out.accepted_per_pos, part.accepted_per_pos),
+            (out.tried_per_pos, part.tried_per_pos),
+        ):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
+    return out

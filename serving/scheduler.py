@@ -145,6 +145,11 @@ class Scheduler:
         """Running and waiting requests in order of arrival."""
         return iter(self._serials)
 
+    def in_flight_request(self, slot: int) -> Request | None:
+        """Whose tokens the oldest step in flight computes in `slot`, preempted meanwhile or not; None after an abort."""
+        stale = self._stale.get(slot)
+        return stale if stale is not None else self.seqs.requests[slot]
+
     def finish_at(self, request: Request) -> int:
         """Known tokens at which a request ends with reason "length"."""
         return min(request.prompt_tokens + request.max_tokens, self.longest)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from costmodel.swap import host_link_bytes_per_s, recompute_coefficients
 from serving.config import SchedulerConfig
 from serving.errors import InfeasibleError, UsageError
 from serving.policies import load_policy
+from serving.speculative_config import parse_speculative_config
 from sim.admission import TOO_MANY, Admission
 from sim.fleet.build import FLEET_FIELDS, build_pools, check_fleet, fleet_plan, is_fleet, pool_specs
 from sim.fleet.spec import Autoscaler, ColdStart, Failures, KvTransfer, Pool, parse_structured
@@ -28,6 +30,7 @@ from sim.noise import StepNoise
 from sim.record import RunRecord, Status
 from sim.replica import Pricer
 from sim.router import RouterOptions
+from sim.speculation import Speculation, check_speculation, plan_speculation
 from sim.workload.types import Workload
 from sim.world import Frontend, Progress, run_world
 
@@ -113,6 +116,9 @@ class Deployment(BaseModel):
     """A longer chunk of a prompt is cut to this many tokens; 0 is off."""
     async_scheduling: bool | None = None
     """Plan the next step while the current one runs; on by default under policy chunked, as in vLLM."""
+    speculative_config: dict[str, Any] | str | None = None
+    """Speculative decoding, as vLLM's JSON: {"method": "ngram", "num_speculative_tokens": 4, "acceptance": 0.7}; methods
+    ngram, draft_model, self and lookahead. "acceptance" is what the twin assumes of drafts."""
     semantics: Literal["vllm-0.33", "vllm-2025"] = "vllm-0.33"
     """Which vLLM V1 the scheduler copies: 2025 has no full-prompt gate and queues every freed page last."""
     enforce_eager: bool = False
@@ -123,6 +129,11 @@ class Deployment(BaseModel):
     """Tokenising a prompt: about a million tokens a second for a fast tokeniser on one core."""
     detokenize_us_per_token: float = Field(default=20.0, ge=0)
     """Lag that detokenising and writing a token adds to its way out."""
+
+    @field_validator("speculative_config", mode="before")
+    @classmethod
+    def _as_json(cls, value: Any) -> Any:
+        return value if value is None else json.dumps(parse_structured(value))
 
     @field_validator(*FLEET_FIELDS, mode="before")
     @classmethod
@@ -143,6 +154,11 @@ class Built:
     warnings: tuple[str, ...] = ()
     pools: tuple[Built, ...] = ()
     """One for each of the deployment's pools; the fields above are then those of the first."""
+    speculation: Speculation | None = None
+
+    def speculation_for(self, seed: int) -> Speculation | None:
+        """Its drafts, with the luck of a seed."""
+        return None if self.speculation is None else replace(self.speculation, seed=seed)
 
 
 def build(deployment: Deployment) -> Built:
@@ -187,6 +203,22 @@ def build(deployment: Deployment) -> Built:
         cuda_graphs=not d.enforce_eager,
     )
     warnings = []
+    drafting = None if d.speculative_config is None else parse_speculative_config(d.speculative_config)
+    speculation = None
+    if drafting is not None:
+        speculation, memory = plan_speculation(
+            drafting,
+            model,
+            profile,
+            memory,
+            tensor_parallel_size=d.tensor_parallel_size,
+            dtype=d.dtype,
+            quantization=d.quantization,
+            kv_cache_dtype=d.kv_cache_dtype,
+            max_num_batched_tokens=tokens,
+            max_num_seqs=seqs,
+            cuda_graphs=not d.enforce_eager,
+        )
     pages = (d.num_gpu_blocks_override or memory.num_blocks) - 1  # vLLM keeps one block for padding
     if pages * d.block_size < longest:
         if d.max_model_len is not None:
@@ -199,6 +231,8 @@ def build(deployment: Deployment) -> Built:
         )
         longest = pages * d.block_size
     asynchronous = d.policy == "chunked" if d.async_scheduling is None else d.async_scheduling
+    if drafting is not None:
+        asynchronous = check_speculation(drafting, d.policy, d.async_scheduling)
     if asynchronous and d.policy == "static":
         raise UsageError("--async-scheduling has no meaning for --policy static; leave it off")
     if d.semantics == "vllm-2025" and d.async_scheduling is None:
@@ -218,6 +252,8 @@ def build(deployment: Deployment) -> Built:
     )
     if d.semantics == "vllm-2025":
         limits = replace(limits.vllm_2025(), async_scheduling=asynchronous)
+    if drafting is not None:
+        limits = drafting.limits(limits)
     pricer = StepPricer(
         model,
         profile,
@@ -233,7 +269,7 @@ def build(deployment: Deployment) -> Built:
         limits = replace(limits, **_swapping(d, memory, pricer, tokens))
     elif d.swap_space is not None:
         raise UsageError("--swap-space has an effect only with --preemption-mode swap or auto")
-    return Built(d, model, profile, memory, limits, pricer, tuple(warnings))
+    return Built(d, model, profile, memory, limits, pricer, tuple(warnings), speculation=speculation)
 
 
 def _eviction(d: Deployment, model: ModelShape) -> dict[str, Any]:
@@ -337,6 +373,7 @@ def simulate(
         noise=noise,
         options=RouterOptions(seed, d.router_prefix_tokens, d.router_load_factor),
         fleet=fleet,
+        speculation=built.speculation_for(seed),
     )
     rejected = record.requests.status == Status.REJECTED
     if rejected.all() and len(rejected) and not record.requests.reason[0].startswith(TOO_MANY):

@@ -169,6 +169,9 @@ def token_seconds(record: RunRecord, keep: Bools) -> Floats:
         return np.empty(0)
     before = np.cumsum(count) - count
     step = np.arange(int(count.sum())) + np.repeat(first - before, count)
+    if t.per_step is not None:
+        several = np.repeat(t.per_step[mine], count)
+        step, count = np.repeat(step, several), np.add.reduceat(several, before)
     starts = np.flatnonzero(np.diff(owner, prepend=-1))
     lag_s = np.full(len(r), 0.0)
     lag_s[owner[starts]] = r.first_token_s[owner[starts]] - record.steps.end_s[first[starts]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +40,7 @@ class StepLog:
         self._rows: list[StepRow] = []
         self._blocks: list[Floats] = []
         self._flushed = 0
+        self._moving = False
 
     def __len__(self) -> int:
         return self._flushed + len(self._rows)
@@ -60,9 +62,19 @@ class StepLog:
 
     def _flush(self) -> None:
         if self._rows:
+            self._moving = True
             self._blocks.append(np.array(self._rows, np.float64))
             self._flushed += len(self._rows)
             self._rows = []
+            self._moving = False
+
+    def peek(self) -> list[Floats]:
+        """All steps so far in parts, for another thread: nothing is moved while the log is written."""
+        while True:
+            blocks, rows = list(self._blocks), list(self._rows)
+            if not self._moving and len(blocks) == len(self._blocks):
+                return [*blocks, *([np.array(rows, np.float64)] if rows else [])]
+            time.sleep(0)
 
     def matrix(self) -> Floats:
         """All steps, shape (steps, columns)."""
@@ -100,8 +112,10 @@ class RequestLog:
     preemptions: list[int] = field(init=False)
     status: list[int] = field(init=False)
     reason: list[str] = field(init=False)
-    ranges: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(request, replica, first step of the replica, count)"""
+    ranges: list[tuple[int, ...]] = field(default_factory=list)
+    """(request, replica, first step of the replica, steps), and where drafts are verified the tokens of each step."""
+    speculates: bool = False
+    """A replica verifies drafts, so that a step may give a request several tokens."""
 
     def __post_init__(self) -> None:
         for name in ("sent_s", "queued_s", "scheduled_s", "prefill_done_s", "engine_done_s"):
@@ -120,7 +134,8 @@ class RequestLog:
         if not self.ranges:
             empty = np.empty(0, np.int64)
             return TokenRanges(offsets[: len(rows) + 1], empty, empty.copy())
-        table = np.array(self.ranges, np.int64)
+        ranges = [(*entry, 1)[:5] for entry in self.ranges] if self.speculates else self.ranges
+        table = np.array(ranges, np.int64)
         base = np.cumsum([0, *(len(log) for log in logs[:-1])])
         place = np.empty(self.count, np.int64)
         place[rows] = np.arange(len(rows))
@@ -128,7 +143,8 @@ class RequestLog:
         order = np.argsort(position, kind="stable")
         np.cumsum(np.bincount(position, minlength=len(rows)), out=offsets[1 : len(rows) + 1])
         first = (table[:, 2] + base[table[:, 1]])[order]
-        return TokenRanges(offsets[: len(rows) + 1], first, table[order, 3])
+        per_step = table[order, 4] if self.speculates else None
+        return TokenRanges(offsets[: len(rows) + 1], first, table[order, 3], per_step)
 
 
 def request_table(

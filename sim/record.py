@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from serving.draft_counts import DraftCounts
 from sim.fleet.record import FleetRecord
 
 Floats = npt.NDArray[np.float64]
@@ -110,10 +111,14 @@ class StepTable:
         """Every column by name, in declaration order."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    def where(self, rows: npt.NDArray[np.bool_]) -> StepTable:
+        """Some of the steps; the ranges of tokens do not fit them."""
+        return StepTable(**{name: column[rows] for name, column in self.columns().items()})
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRanges:
-    """Which steps gave which tokens: each range is `count` consecutive rows of the step table, one token each.
+    """Which steps gave which tokens: each range is `count` consecutive rows of the step table, as many tokens each.
 
     Ranges of request i are rows `offsets[i]:offsets[i + 1]`, in time order.
     """
@@ -121,6 +126,8 @@ class TokenRanges:
     offsets: Ints
     first_step: Ints
     count: Ints
+    per_step: Ints | None = None
+    """Tokens that each step of a range gave at once; None where all gave one (no drafts were verified)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +166,19 @@ class RunRecord:
     """Simulated time at which the run ended."""
     interrupted: bool = False
     warnings: tuple[str, ...] = ()
+    drafts: DraftCounts | None = None
+    """What became of drafts; None without speculative decoding."""
     meta: dict[str, Any] = field(default_factory=dict)
     fleet: FleetRecord | None = None
-    """Of a run with pools, an autoscaler, failures or admission. The limits above are then those of the first pool."""
+    """Of a run with pools, an autoscaler, failures or admission. `num_replicas` then counts all that ever were, and the
+    other limits are those of the first pool."""
+
+    def replica_s(self, duration_s: float) -> float:
+        """Replica-seconds in which requests could be served, in `duration_s` from the first request on."""
+        if self.fleet is None or not len(self.requests):
+            return duration_s * max(self.num_replicas, 1)
+        from_s = float(self.requests.sent_s.min())
+        return self.fleet.serving_s(from_s + duration_s) - self.fleet.serving_s(from_s)
 
     def limit_at_steps(self, name: str) -> int | Ints:
         """A limit such as max_num_seqs, of the replica that ran each step where replicas differ."""
@@ -183,6 +200,8 @@ class RunRecord:
         ranges = range(int(self.tokens.offsets[row]), int(self.tokens.offsets[row + 1]))
         end_s = self.steps.end_s
         parts = [end_s[(f := int(self.tokens.first_step[r])) : f + int(self.tokens.count[r])] for r in ranges]
+        if (several := self.tokens.per_step) is not None:
+            parts = [np.repeat(part, several[r]) for part, r in zip(parts, ranges, strict=True)]
         if not parts:
             return np.empty(0)
         return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)

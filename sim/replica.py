@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from simpy.events import Event
 
+from serving.draft_counts import DraftCounts
 from serving.leap import leap, steady_steps
 from serving.plan import StepPlan
 from serving.request import Request
@@ -22,6 +23,7 @@ from sim.clock import STEP, Clock
 from sim.log import RequestLog, StepLog
 from sim.noise import NoiseStream
 from sim.record import Floats, Status
+from sim.speculation import Speculation
 
 MAX_LEAP = 4096
 
@@ -64,6 +66,7 @@ class Replica:
         *,
         fast_forward: bool = True,
         noise: NoiseStream | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.clock = clock
         self.index = index
@@ -83,6 +86,10 @@ class Replica:
         self._cut_at: int | None = None
         self._moved: Event | None = None
         self._starts: dict[int, int] = {}
+        self._speculator = None if speculation is None else speculation.perturbed(pricer).speculator()
+        requests.speculates |= speculation is not None
+        self._open: dict[int, tuple[int, int, int]] = {}
+        """By request whose steps may give several tokens: its last range (first step, steps, tokens in each)."""
         self.process = clock.process(self._loop())
 
     def _loop(self) -> Generator[Event, object, None]:
@@ -104,7 +111,7 @@ class Replica:
             self._detach()
             self.clock.boundary = passed
         self._idle = self._leap_ends_s = self._leap_timer = None
-        self._starts = {}
+        self._starts, self._open = {}, {}
         return list(self.scheduler.unfinished())
 
     def restart(self, scheduler: Scheduler) -> None:
@@ -262,6 +269,8 @@ class Replica:
 
     def _price(self, plan: StepPlan, step: int) -> tuple[float, float]:
         """Device and host time of a plan that will be logged as step number `step`."""
+        if self._speculator is not None:
+            return self._price_drafts(plan, step)
         decodes = plan.num_decodes + plan.num_padding
         context_sum = plan.decode_context_sum + plan.num_padding * plan.decode_context_max
         gpu_s = self.pricer.step_s(
@@ -277,6 +286,16 @@ class Replica:
         if self._noise is not None:
             gpu_s = gpu_s * self._noise.at(step)
         return gpu_s, self.pricer.host_s(len(plan.slots) + plan.num_padding, plan.num_tokens)
+
+    def _price_drafts(self, plan: StepPlan, step: int) -> tuple[float, float]:
+        """The same with drafts to verify and to make."""
+        assert self._speculator is not None
+        gpu_s = self._speculator.step_s(self.pricer, plan)
+        if plan.swap_out or plan.swap_in:
+            gpu_s += self.pricer.move_s(sum(len(move.sources) for move in (*plan.swap_out, *plan.swap_in)))
+        if self._noise is not None:
+            gpu_s = gpu_s * self._noise.at(step)
+        return gpu_s, self.pricer.host_s(len(plan), plan.num_tokens) + self._speculator.host_s(plan)
 
     def _price_leap(self, plan: StepPlan, context_sum: int, context_max: int, steps: int) -> Floats:
         padding = plan.num_padding
@@ -369,6 +388,10 @@ class Replica:
     def _close(self, request: Request, num_tokens: int) -> None:
         """Write down the tokens of `request` since its last range, which lie in consecutive steps."""
         row = self._row(request)
+        if self._speculator is not None:
+            if (last := self._open.pop(row, None)) is not None:
+                self._requests.ranges.append((row, self.index, *last))
+            return
         produced = num_tokens - request.prompt_tokens
         count = produced - self._requests.output_tokens[row]
         if count > 0:
@@ -422,8 +445,32 @@ class Replica:
                 len(plan.preempted),
             )
         )
-        for ended in scheduler.commit(plan):
+        finished = scheduler.commit(plan) if self._speculator is None else self._commit_drafts(plan, step)
+        for ended in finished:
             self._end(ended)
+
+    def _commit_drafts(self, plan: StepPlan, step: int) -> list[Request]:
+        """Draw which drafts stand, and write down how many tokens each request got."""
+        assert self._speculator is not None
+        outcome, rows, given = self._speculator.outcome(plan, self.scheduler)
+        log, last = self._requests, self._open
+        for request, count in zip(rows, given.tolist(), strict=True):
+            if request is None or not count:
+                continue
+            row = self._row(request)
+            log.output_tokens[row] += count
+            if (before := last.get(row)) is not None:
+                if before[2] == count and before[0] + before[1] == step:
+                    last[row] = (before[0], before[1] + 1, count)
+                    continue
+                log.ranges.append((row, self.index, *before))
+            last[row] = (step, 1, count)
+        return self.scheduler.commit(plan, outcome)
+
+    @property
+    def drafts(self) -> DraftCounts | None:
+        """What became of drafts here; None where none are made."""
+        return None if self._speculator is None else self._speculator.counts
 
     def settle(self) -> None:
         """Write down what unfinished requests have produced so far, when a run ends before they do."""

@@ -13,6 +13,7 @@ import numpy as np
 from simpy.events import Event
 
 from serving.config import SchedulerConfig
+from serving.draft_counts import total
 from serving.policies import BatchPolicy
 from serving.request import Request
 from serving.scheduler import Scheduler
@@ -24,6 +25,7 @@ from sim.noise import StepNoise
 from sim.record import Floats, RunRecord, Status
 from sim.replica import Pricer, Replica
 from sim.router import Router, RouterOptions, make_router
+from sim.speculation import Speculation
 from sim.workload.types import Workload
 
 
@@ -68,6 +70,7 @@ def run_world(
     noise: StepNoise | None = None,
     options: RouterOptions | None = None,
     fleet: FleetPlan | None = None,
+    speculation: Speculation | None = None,
 ) -> RunRecord:
     """Simulate `workload` until every request has ended, or until `until_s`.
 
@@ -87,6 +90,7 @@ def run_world(
         noise,
         options,
         fleet,
+        speculation,
     )
     collecting = gc.isenabled()
     gc.disable()  # nothing here is cyclic garbage; collections would only walk the growing logs
@@ -112,6 +116,7 @@ class _World:
         noise: StepNoise | None,
         options: RouterOptions | None,
         fleet: FleetPlan | None,
+        speculation: Speculation | None,
     ) -> None:
         self.workload = workload
         self.config = config
@@ -162,6 +167,7 @@ class _World:
                     self._finished,
                     fast_forward=fast_forward,
                     noise=None if noise is None else noise.stream(index),
+                    speculation=speculation,
                 )
                 for index in range(num_replicas)
             ]
@@ -315,7 +321,7 @@ class _World:
         logs = [replica.steps for replica in self.replicas]
         last_token_s = np.full(len(workload), np.nan)
         base = np.cumsum([0, *(len(steps_of) for steps_of in logs[:-1])])
-        for row, replica_index, first, count in log.ranges:
+        for row, replica_index, first, count, *_ in log.ranges:
             last_token_s[row] = steps.end_s[base[replica_index] + first + count - 1]
         requests, rows = request_table(
             log,
@@ -348,6 +354,7 @@ class _World:
             end_s=float(steps.end_s.max()) if len(steps) else float(self.clock.now),
             interrupted=interrupted,
             warnings=tuple(warnings),
+            drafts=total(replica.drafts for replica in self.replicas),
             fleet=None if self.fleet is None else self.fleet.record(rows),
         )
 

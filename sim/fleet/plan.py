@@ -12,6 +12,7 @@ from sim.admission import Admission
 from sim.fleet.record import PoolFacts
 from sim.fleet.spec import Autoscaler, Failures, KvTransfer, Role
 from sim.replica import Pricer
+from sim.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class PoolPlan:
     name: str = "default"
     role: Role = "both"
     make_policy: Callable[[], BatchPolicy] | None = None
+    speculation: Speculation | None = None
     weight: float = 1.0
     cold_start_s: float = 0.0
     autoscaler: Autoscaler | None = None
