@@ -51,7 +51,7 @@ function priceControls() {
     const given = D.prices[gpu], box = document.createElement("div"), id = "price-" + gpu;
     S.prices[gpu] = given ? given.usd : null;
     box.innerHTML = `<label for="${id}"></label><input type="number" id="${id}" min="0" step="any" inputmode="decimal">`;
-    box.firstChild.textContent = `$ per ${gpu} and hour` + (given && given.example ? " (example, no quote)" : "");
+    box.firstChild.textContent = `$ per ${gpu} and hour` + (given && given.example ? ", an example" : "");
     const input = box.lastChild;
     input.value = given ? given.usd : "";
     input.oninput = () => { S.prices[gpu] = input.value > 0 ? Number(input.value) : null; changed(); };
@@ -157,6 +157,7 @@ function answer() {
     line.append("The nearest is ", bold(named(point)), ": " + broken(point).join(", ") + ".");
   }
   $("show-best").onclick = () => { select(point, true); if (narrow()) $("point").scrollIntoView({behavior: "smooth"}); };
+  $("show-best").hidden = S.selected === null || point === S.selected;
   $("show-best").textContent = found !== null ? "Show it" : "Show the nearest";
   $("said").textContent = line.textContent;
   $("limits-source").textContent = D.limits_moved ? "" : `These limits are ${D.limits_source}. Move them below.`;

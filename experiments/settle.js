@@ -22,14 +22,23 @@ function paint(plot, night) {
 }
 function paintAll(night) { document.querySelectorAll(".js-plotly-plot").forEach(plot => paint(plot, night)); }
 
-const PAPER_PX = 690;  // what A4 and Letter have between their margins
+const PAPER_PX = 650;  // what A4 and Letter leave a plot
 let printing = false;
 function forPaper(on) {
   printing = on;
   if (nightly.matches) paintAll(!on);
   document.querySelectorAll(".js-plotly-plot").forEach(plot => {
-    if (on) Plotly.relayout(plot, {autosize: false, width: Math.min(plot.clientWidth || PAPER_PX, PAPER_PX)});
-    else Plotly.relayout(plot, {autosize: true, width: null}).then(() => Plotly.Plots.resize(plot));
+    if (on) {
+      plot.before = {width: plot.layout.width ?? null, height: plot.layout.height, styled: plot.style.height};
+      const width = Math.min(plot.clientWidth, PAPER_PX), tall = plot.clientHeight;
+      const height = tall > 330 ? Math.round(0.72 * tall) : tall;
+      plot.style.height = `${height}px`;
+      Plotly.relayout(plot, {autosize: false, width, height});
+    } else if (plot.before) {
+      const {width, height, styled} = plot.before;
+      plot.style.height = styled;
+      Plotly.relayout(plot, {autosize: true, width, height}).then(() => Plotly.Plots.resize(plot));
+    }
   });
 }
 

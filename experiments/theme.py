@@ -121,7 +121,11 @@ th:first-child, td:first-child {{ text-align: left; white-space: normal; }}
 footer {{ color: var(--soft); font-size: .85rem; overflow-wrap: anywhere; }}
 @media (hover: none) {{ .modebar {{ display: none !important; }} }}
 @media print {{
+  @page {{ margin: 12mm; }}
   body {{ background: white; font-size: 12px; }}
+  main {{ padding: 0; }}
+  section {{ padding: 10px; }}
+  figure > div:not(.js-plotly-plot) {{ height: auto !important; }}
   section, .card {{ break-inside: avoid; border-color: #bbb; }}
   .modebar {{ display: none !important; }}
   .grid {{ display: block; }}
