@@ -89,6 +89,8 @@ def _kind(flag: Flag, *, in_list: bool) -> str:
     parts: list[str] = []
     if flag.name == "goodput":
         parts = ["Goodput", "Several"]
+    elif flag.structured:
+        parts = ["str", "Mapping[str, Any]", "Sequence[Any]"]
     elif flag.several:
         parts = ["Several"]
     elif flag.name == "metric_percentiles":

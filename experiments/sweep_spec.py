@@ -18,6 +18,7 @@ import numpy as np
 import yaml
 
 from serving.errors import UsageError, nearest
+from sim.workload.yaml_lines import line_of
 
 NAME = "_benchmark_name"
 """vLLM's key for the name of a set of parameters."""
@@ -81,7 +82,16 @@ class SweepSpec:
 
 def read_sweep(path: Path) -> SweepSpec:
     """The sweep in a YAML file. Raises UsageError naming file and key."""
-    return parse_sweep(_yaml(path), str(path), path.stem)
+    content = _yaml(path)
+    for key in content if isinstance(content, dict) else ():
+        if key not in KEYS:
+            line = line_of(path.read_text(encoding="utf-8-sig"), (key,))
+            raise UsageError(f"{path}: line {line}: {_unknown(key)}")
+    return parse_sweep(content, str(path), path.stem)
+
+
+def _unknown(key: object) -> str:
+    return f"unknown key {key!r}; {nearest(str(key), KEYS)}; flags belong below base or grid"
 
 
 def parse_sweep(content: Any, where: str, name: str | None = None) -> SweepSpec:
@@ -90,7 +100,7 @@ def parse_sweep(content: Any, where: str, name: str | None = None) -> SweepSpec:
         raise UsageError(f"{where}: a sweep is a mapping with base and one of {', '.join(WAYS)}")
     for key in content:
         if key not in KEYS:
-            raise UsageError(f"{where}: unknown key {key!r}; {nearest(str(key), KEYS)}")
+            raise UsageError(f"{where}: {_unknown(key)}")
     ways = [way for way in WAYS if content.get(way) is not None]
     if len(ways) != 1:
         raise UsageError(f"{where}: give exactly one of {', '.join(WAYS)}, not {', '.join(ways) or 'none'}")

@@ -163,7 +163,7 @@ def _axes(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]
         flag = find(name, SWEEP, "sweep()")
         values = value.tolist() if hasattr(value, "tolist") else value
         listed = isinstance(values, list | tuple | range)
-        if listed and flag.several:
+        if listed and (flag.several or flag.name == "pools"):
             listed = any(isinstance(each, list | tuple) for each in values)
         if listed and flag.name not in single:
             axes[name] = list(values)

@@ -213,13 +213,14 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 
 def configurable(command: Command) -> Command:
-    """Give a command with named options `--config` and `--print-config`, as `takes` and `with_config` do for tables.
+    """Give a command `--config` and `--print-config`, when it does nothing else with them.
 
     Positional arguments stay on the command line. Options without a default may then come from the file.
     """
     options = [p for p in inspect.signature(command).parameters.values() if p.kind is p.KEYWORD_ONLY]
     hints = get_type_hints(command, include_extras=True)
-    flags = tuple(_flag_of(p, hints[p.name]) for p in options)
+    rows: Mapping[str, Flag] = getattr(command, "flags", {})
+    flags = tuple(rows[p.name] if p.name in rows else _flag_of(p, hints[p.name]) for p in options)
     known = {flag.name: flag for flag in (*flags, *CONFIG_FLAGS)}
     required = {p.name for p in options if p.default is p.empty}
 

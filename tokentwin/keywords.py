@@ -18,6 +18,14 @@ Several = str | Sequence[Any] | Mapping[str, Any]
 class SharedFlags(TypedDict, total=False):
     model: str | None
     router: str | None
+    router_prefix_tokens: int | None
+    router_load_factor: float | None
+    pools: str | Mapping[str, Any] | Sequence[Any] | None
+    autoscaler: str | Mapping[str, Any] | Sequence[Any] | None
+    cold_start: str | Mapping[str, Any] | Sequence[Any] | None
+    failures: str | Mapping[str, Any] | Sequence[Any] | None
+    admission: str | Mapping[str, Any] | Sequence[Any] | None
+    kv_transfer: str | Mapping[str, Any] | Sequence[Any] | None
     dtype: str | None
     quantization: str | None
     kv_cache_dtype: str | None
@@ -35,9 +43,12 @@ class SharedFlags(TypedDict, total=False):
     kv_eviction: Literal["lru", "lfu", "cost", "session"] | None
     session_keep: float | None
     session_decay: float | None
+    preemption_mode: Literal["recompute", "swap", "auto"] | None
+    swap_space: float | None
     enable_chunked_prefill: bool | None
     long_prefill_token_threshold: int | None
     async_scheduling: bool | None
+    speculative_config: str | Mapping[str, Any] | Sequence[Any] | None
     semantics: Literal["vllm-0.33", "vllm-2025"] | None
     enforce_eager: bool | None
     frontend_overhead_ms: float | None
@@ -158,6 +169,24 @@ class SweepFlags(TypedDict, total=False):
     data_parallel_size: int | Sequence[int] | None
     dp: int | Sequence[int] | None
     router: str | Sequence[str] | None
+    router_prefix_tokens: int | Sequence[int] | None
+    router_load_factor: float | Sequence[float] | None
+    pools: str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
+    autoscaler: (
+        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
+    )
+    cold_start: (
+        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
+    )
+    failures: (
+        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
+    )
+    admission: (
+        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
+    )
+    kv_transfer: (
+        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
+    )
     dtype: str | Sequence[str] | None
     quantization: str | None | Sequence[str | None]
     kv_cache_dtype: str | Sequence[str] | None
@@ -181,9 +210,16 @@ class SweepFlags(TypedDict, total=False):
     )
     session_keep: float | None | Sequence[float | None]
     session_decay: float | None | Sequence[float | None]
+    preemption_mode: (
+        Literal["recompute", "swap", "auto"] | Sequence[Literal["recompute", "swap", "auto"]] | None
+    )
+    swap_space: float | None | Sequence[float | None]
     enable_chunked_prefill: bool | Sequence[bool] | None
     long_prefill_token_threshold: int | Sequence[int] | None
     async_scheduling: bool | None | Sequence[bool | None]
+    speculative_config: (
+        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
+    )
     semantics: Literal["vllm-0.33", "vllm-2025"] | Sequence[Literal["vllm-0.33", "vllm-2025"]] | None
     enforce_eager: bool | Sequence[bool] | None
     frontend_overhead_ms: float | Sequence[float] | None

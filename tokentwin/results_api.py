@@ -97,11 +97,15 @@ class CapacityResult:
         return frame({"value": values}, index=list(figures), name="figure")
 
     def trials(self) -> DataFrame:
-        """One row per load that was tested, with every promise. Raises UsageError without pandas."""
+        """One row per load that was tested, with every promise. Raises UsageError without pandas.
+
+        Runs that are not of full length guide the search: they flatter the server and settle nothing.
+        """
         tested = self.answer.found.trials
         columns: dict[str, list[Any]] = {
             self.answer.found.variable: [trial.load for trial in tested],
             "num_requests": [trial.num_requests for trial in tested],
+            "full_length": [trial.final for trial in tested],
             "sustained": [trial.sustained for trial in tested],
         }
         for i, o in enumerate(tested[0].outcomes if tested else ()):

@@ -6,6 +6,7 @@ An editor checks and completes a file that begins with `# yaml-language-server: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -87,6 +88,7 @@ def config_schema(commands: Mapping[str, Mapping[str, Flag]]) -> Schema:
         "additionalProperties": False,
         "properties": properties,
         "patternProperties": dict(sorted(other.items())),
+        "$defs": _deployment()["$defs"],
     }
 
 
@@ -114,28 +116,25 @@ def _key(values: Schema) -> str:
     return repr(sorted(values.items(), key=str))
 
 
+@lru_cache(maxsize=1)
+def _deployment() -> Schema:
+    """The schema of a deployment: with limits, and with what lies below its structured fields."""
+    return Deployment.model_json_schema()
+
+
+@lru_cache(maxsize=1024)
 def _values(flag: Flag) -> Schema:
     """What `config_file.typed` takes for a flag, null among it."""
+    field = Deployment.model_fields.get(flag.name)
     if flag.several:
         scalar = {"type": ["string", "number", "null"]}
-        return {
-            "anyOf": [
-                scalar,
-                {"type": "array", "items": scalar},
-                {"type": "object", "additionalProperties": {"type": ["string", "number"]}},
-            ]
-        }
-    if flag.structured:
-        whole = TypeAdapter(Deployment.model_fields[flag.name].annotation).json_schema()
-        parts = [_inline(part, whole.get("$defs", {})) for part in whole.get("anyOf", [whole])]
-        parts += [{"type": "string"}, *([] if {"type": "null"} in parts else [{"type": "null"}])]
-        return {"anyOf": parts}
+        pairs = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+        return {"anyOf": [scalar, {"type": "array", "items": scalar}, pairs]}
     if flag.kind is Path:
         return {"type": ["string", "null"], "format": "path"}
-    field = Deployment.model_fields.get(flag.name)
-    if field is not None and field.annotation == flag.kind:  # with its limits
-        values: Schema = Deployment.model_json_schema()["properties"][flag.name]
-        about = {name: values[name] for name in ("type", "enum", *LIMITS) if name in values}
+    if field is not None and (flag.structured or field.annotation == flag.kind):
+        values: Schema = _deployment()["properties"][flag.name]
+        about = {name: values[name] for name in ("type", "enum", "items", *LIMITS) if name in values}
         parts = [*values.get("anyOf", [about])]
         parts += [] if {"type": "null"} in parts else [{"type": "null"}]
     else:
@@ -144,28 +143,21 @@ def _values(flag: Flag) -> Schema:
     if any(part.get("type") == "string" and "enum" not in part for part in parts):
         parts = [*parts, {"type": "number"}]
     if flag.name in COMMA_SEPARATED:
-        parts.append({"type": "array", "items": {"type": ["string", "number"]}})
+        parts = [*parts, {"type": "array", "items": {"type": ["string", "number"]}}]
     if all(set(part) <= {"type", *LIMITS} for part in parts):
-        return {"type": [part["type"] for part in parts]} | {
-            k: v for part in parts for k, v in part.items() if k != "type"
-        }
+        limits = {name: value for part in parts for name, value in part.items() if name != "type"}
+        return {"type": [part["type"] for part in parts], **limits}
     return {"anyOf": parts}
-
-
-def _inline(part: Any, definitions: Schema) -> Any:
-    """A schema with what it refers to put in place."""
-    if isinstance(part, list):
-        return [_inline(each, definitions) for each in part]
-    if not isinstance(part, dict):
-        return part
-    if "$ref" in part:
-        return _inline(definitions[part["$ref"].rsplit("/", 1)[-1]], definitions)
-    return {name: _inline(each, definitions) for name, each in part.items() if name != "$defs"}
 
 
 def workload_schema() -> Schema:
     """A workload file of tenants, as `--dataset-path FILE.yaml` takes it."""
-    found = WorkloadSpec.model_json_schema(mode="validation")
+    found = WorkloadSpec.model_json_schema()
+    texts = {"RandomSpec": ("range_ratio", ["number", "string"]), "ArrivalSpec": ("rate_points", ["string"])}
+    for model, (name, kinds) in texts.items():  # what their validators read besides
+        row = found["$defs"][model]["properties"][name]
+        kept = {key: row.pop(key) for key in ("anyOf", "$ref") if key in row}
+        row["anyOf"] = [*kept.get("anyOf", [kept]), {"type": kinds}]
     return {"$schema": DIALECT, **found, "title": "Workload of TokenTwin"}
 
 
@@ -242,6 +234,7 @@ def _axes(flags: Schema) -> Schema:
             }
             | tenants
         },
+        **flags["$defs"],
         "axes": every(several),
         "space": every(lambda name: {"anyOf": [several(name), spread]}),
     }

@@ -16,6 +16,7 @@ from sim.workload import arrival_spec, spec
 from sim.workload.csv_traces import AZURE_COLUMNS, BURSTGPT_COLUMNS, LENGTHS_COLUMNS
 from sim.workload.spec import DATASETS, WorkloadSpec
 from sim.workload.textfile import first_line, read_text
+from sim.workload.yaml_lines import line_of
 
 SAMPLES: dict[str, str] = {"sample": "chat.yaml"}
 """Bundled workload files by the name they have for `--dataset-name`."""
@@ -51,7 +52,7 @@ def read_workload_file(path: str | Path) -> WorkloadSpec:
         for key in ("path", "tokenizer"):
             if isinstance(dataset.get(key), str):
                 dataset[key] = str(path.parent / dataset[key])
-    return parse_spec(content, str(path))
+    return parse_spec(content, str(path), text)
 
 
 def _datasets(content: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
@@ -76,12 +77,16 @@ class _UniqueKeys(yaml.SafeLoader):
         return mapping
 
 
-def parse_spec(content: Mapping[str, Any], where: str = "workload") -> WorkloadSpec:
-    """`content` as a spec. Raises UsageError with one line that names the field and what is wrong."""
+def parse_spec(content: Mapping[str, Any], where: str = "workload", text: str = "") -> WorkloadSpec:
+    """`content` as a spec. Raises UsageError with one line that names the field and what is wrong.
+
+    With the `text` that `content` was read from, it also names the line.
+    """
     try:
         return WorkloadSpec.model_validate(content)
     except ValidationError as error:
-        raise UsageError(f"{where}: {explain(error)}") from None
+        line = line_of(text, first_problem(error)["loc"]) if text else None
+        raise UsageError(f"{where}: {'' if line is None else f'line {line}: '}{explain(error)}") from None
 
 
 Location = tuple[int | str, ...]
@@ -97,16 +102,24 @@ def dotted(location: Location) -> str:
     return place
 
 
-def explain(error: ValidationError, name_of: Callable[[Location], str] = dotted) -> str:
-    """The first problem of a validation error in one line; `name_of` names its place for the user."""
-    first = error.errors(include_url=False)[0]
+def explain(
+    error: ValidationError,
+    name_of: Callable[[Location], str] = dotted,
+    names: Callable[[], set[str]] | None = None,
+) -> str:
+    """The first problem of a validation error in one line, an unknown key before all others.
+
+    `name_of` names its place for the user; `names` are what keys may be called.
+    """
+    first = first_problem(error)
     place = name_of(first["loc"])
     kind, value = first["type"], first["input"]
     message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if kind == "extra_forbidden":
         key = str(first["loc"][-1])
         where = f"{dotted(first['loc'])}" if name_of is dotted else f"{key!r} in {place}"
-        return f"unknown key {where}; {nearest(key, _field_names())}"
+        hint = "" if names is not None else _place_of(key)
+        return f"unknown key {where}; {hint or nearest(key, (names or _field_names)())}"
     if kind == "missing":
         return f"{place} is missing; add it"
     if kind == "union_tag_invalid":
@@ -116,6 +129,29 @@ def explain(error: ValidationError, name_of: Callable[[Location], str] = dotted)
         return f"{place}.name is missing; give one of {', '.join(DATASETS)}"
     shown = "" if kind == "value_error" or isinstance(value, (dict, list)) else f", got {str(value)[:40]!r}"
     return f"{place}: {message[:1].lower()}{message[1:]}{shown}" if place else message
+
+
+def first_problem(error: ValidationError) -> Any:
+    """The first problem of a validation error, an unknown key before all others."""
+    found = error.errors(include_url=False)
+    return next((each for each in found if each["type"] == "extra_forbidden"), found[0])
+
+
+def _place_of(key: str) -> str:
+    """Where in a workload file a key belongs that is there at the wrong depth; empty where it is none."""
+    if key in spec.WorkloadSpec.model_fields:
+        return f"{key} belongs at the top of the file, beside tenants"
+    if key in spec.TenantSpec.model_fields:
+        return f"{key} belongs to the tenant itself, beside its dataset"
+    inner = (
+        ("arrivals", arrival_spec.ArrivalSpec),
+        ("sessions", spec.SessionSpec),
+        ("goodput", spec.GoodputSpec),
+    )
+    for section, model in (*inner, ("shared_prefix", spec.SharedPrefixSpec)):
+        if key in model.model_fields:
+            return f"{key} belongs below {section} of a tenant"
+    return ""
 
 
 def _field_names() -> set[str]:

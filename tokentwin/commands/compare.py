@@ -16,7 +16,7 @@ from experiments.results import writable
 from serving.errors import TokenTwinError, UsageError
 from sim.workload import WorkloadSpec
 from sim.world import Progress
-from tokentwin.config_file import read_config
+from tokentwin.config_file import configurable, read_config
 from tokentwin.flag_tables import DEPLOYMENT, JSON, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
 from tokentwin.flags import Flag, takes
 from tokentwin.job import Job, make_job
@@ -51,6 +51,7 @@ _NOT_COMPARED = {
 """Keys of a config file that `simulate` reads and that do not matter here."""
 
 
+@configurable
 @takes(DEPLOYMENT, TRAFFIC, _PROMISES, _RUN, _PERCENTILES, OWN)
 def compare(
     base: Annotated[

@@ -17,6 +17,7 @@ from experiments.diagnose_run import read_measured
 from serving.errors import UsageError
 from sim.deployment import Deployment
 from sim.slo import parse_slo
+from tokentwin.config_file import configurable
 from tokentwin.flag_tables import DEPLOYMENT, JSON, PROMISES, RUN
 from tokentwin.flags import Flag, takes
 from tokentwin.job import DEPLOYMENT_NAMES, make_deployment, words
@@ -46,6 +47,7 @@ TABLES = (
 )
 
 
+@configurable
 @takes(*TABLES)
 def diagnose(
     run: Annotated[

@@ -14,12 +14,13 @@ from cyclopts import Parameter
 from experiments.explore_data import Point, Space, load_space
 from serving.errors import UsageError
 from tokentwin.commands.sweep import BASE_FLAGS, SERVING
-from tokentwin.config_file import typed
+from tokentwin.config_file import configurable, typed
 
 PAGE = "explore.html"
 MOST_REPORTS = 50
 
 
+@configurable
 def explore(
     results: Annotated[
         Path, Parameter(help="Folder of a sweep (or its results.parquet), or of a plan (or its plan.json).")

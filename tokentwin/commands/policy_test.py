@@ -27,6 +27,7 @@ from experiments.policy_test_report import comparison_lines, conformance_lines, 
 from experiments.results import writable
 from serving.errors import UsageError, nearest
 from sim.deployment import Deployment
+from tokentwin.config_file import configurable
 from tokentwin.flag_tables import DEPLOYMENT, JSON, RUN
 from tokentwin.flags import Flag, takes
 from tokentwin.job import DEPLOYMENT_NAMES, make_deployment
@@ -64,6 +65,7 @@ SERVED = tuple(
 )
 
 
+@configurable
 @takes(SERVED, TESTS)
 def policy_test(
     policy: Annotated[

@@ -9,10 +9,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from serving.errors import UsageError
+from tokentwin.config_file import configurable
 
 SEVERAL = Path("runs.html")
 
 
+@configurable
 def report(
     runs: Annotated[list[Path], Parameter(help="Folders of saved runs (-o of simulate or run).")],
     /,

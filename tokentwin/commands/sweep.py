@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
 from cyclopts import Parameter
 
 from experiments.results import result_date
@@ -20,6 +21,7 @@ from experiments.sweep_backends import make_backend
 from experiments.sweep_spec import NAME, Params, Space, SweepSpec, product, read_params, read_sweep
 from experiments.sweep_store import RESULTS, SUMMARY_CSV, Store
 from serving.errors import UsageError
+from sim.workload.yaml_lines import line_of
 from tokentwin.config_file import print_config, typed, with_config
 from tokentwin.flag_tables import DEPLOYMENT, PROMISES, RUN, TRAFFIC
 from tokentwin.flags import Flag, find, takes
@@ -115,6 +117,7 @@ def sweep_spec(path: Path | None, given: Mapping[str, Any]) -> SweepSpec:
         if "link_vars" in given:
             raise UsageError("--link-vars has no effect without --serve-params and --bench-params")
         asked, where = read_sweep(path), str(path)
+        _check_keys(path)
     else:
         serve, bench = _file(given, "serve_params"), _file(given, "bench_params")
         _belongs(serve, bench)
@@ -123,6 +126,22 @@ def sweep_spec(path: Path | None, given: Mapping[str, Any]) -> SweepSpec:
             "parameters",
         )
     return check_sweep(asked, given, where)
+
+
+def _check_keys(path: Path) -> None:
+    """Raises UsageError, with the line, for a flag of a sweep file that there is not."""
+    text = path.read_text(encoding="utf-8-sig")
+    content = yaml.safe_load(text)
+    places: list[tuple[int | str, ...]] = [("base",), ("grid",), ("random", "space"), ("optuna", "space")]
+    places += [("points", number) for number in range(len(content.get("points") or ()))]
+    for place in places:
+        inner: Any = content
+        for part in place:
+            inner = (inner.get(part) if isinstance(inner, dict) else inner[part]) or {}
+        for key in inner:
+            if key != NAME and not str(key).startswith(TENANTS):
+                where = ".".join(map(str, place))
+                find(str(key), BASE_FLAGS, f"{path}: line {line_of(text, (*place, key))}: {where}")
 
 
 def check_sweep(asked: SweepSpec, given: Mapping[str, Any], where: str) -> SweepSpec:
