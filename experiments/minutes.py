@@ -62,11 +62,13 @@ def device_columns(record: RunRecord, ends_s: Floats, window_s: float) -> dict[s
     if not known.get("time_s"):
         return {}
     at_s = np.asarray(known["time_s"], np.float64)
-    return {
-        name: sampled(at_s, np.asarray(values, np.float64), "mean", ends_s, window_s)
-        for name, values in known.items()
-        if name != "time_s"
-    }
+    out = {}
+    for name, values in known.items():
+        column = np.asarray(values, np.float64)
+        told = ~np.isnan(column)
+        if name != "time_s" and told.any():
+            out[name] = sampled(at_s[told], column[told], "mean", ends_s, window_s)
+    return out
 
 
 def write_minutes(record: RunRecord, work: Roofline | None, folder: Path) -> Path:

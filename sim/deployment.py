@@ -329,13 +329,14 @@ def simulate(
     pricer: Pricer | Sequence[Pricer] | None = None,
     noise: StepNoise | None = None,
     seed: int = 0,
+    watch: Callable[[Any], None] | None = None,
 ) -> RunRecord:
     """Run `workload` on `deployment` in simulated time and return what happened.
 
     Raises `UsageError` when not a single request can run, with the reason of the first. Interrupting it
     (KeyboardInterrupt) returns what happened so far, marked `interrupted`. `pricer` stands in for the deployment's own
     prices (a sequence for those of its pools); `noise` jitters the device time of its steps; `seed` is that of routers
-    and failures.
+    and failures. `watch` is told of the world before it runs.
     """
     built = deployment if isinstance(deployment, Built) else build(deployment)
     d = built.deployment
@@ -371,6 +372,7 @@ def simulate(
         until_s=until_s,
         progress=progress,
         noise=noise,
+        watch=watch,
         options=RouterOptions(seed, d.router_prefix_tokens, d.router_load_factor),
         fleet=fleet,
         speculation=built.speculation_for(seed),

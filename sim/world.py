@@ -70,6 +70,7 @@ def run_world(
     noise: StepNoise | None = None,
     options: RouterOptions | None = None,
     fleet: FleetPlan | None = None,
+    watch: Callable[[_World], None] | None = None,
     speculation: Speculation | None = None,
 ) -> RunRecord:
     """Simulate `workload` until every request has ended, or until `until_s`.
@@ -77,6 +78,7 @@ def run_world(
     Each replica has a scheduler and a policy of its own; `noise` jitters the device time of its steps. A `fleet` stands
     in for `num_replicas` and `router`; `config` is then that of its first pool.
     KeyboardInterrupt ends the run early: the record then holds what happened so far and is marked `interrupted`.
+    `watch` is told of the world before it runs, for somebody who looks at it from another thread.
     """
     world = _World(
         workload,
@@ -92,6 +94,8 @@ def run_world(
         fleet,
         speculation,
     )
+    if watch is not None:
+        watch(world)
     collecting = gc.isenabled()
     gc.disable()  # nothing here is cyclic garbage; collections would only walk the growing logs
     try:

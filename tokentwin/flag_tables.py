@@ -152,6 +152,11 @@ OBSERVE = _rows(
     "Observability",
     ("alert", list[str], "Alert rules, each quoted: 'ttft:p95:1m > 1s for 3m'; says when they would have fired."),
     ("fail_on_alert", bool, "Exit with code 3 when an alert rule fired."),
+    ("otlp_file", Path, "OpenTelemetry spans of every request, as OTLP JSON lines for a collector's otlpjsonfile."),
+    ("otlp_traces_endpoint", str, "Send the spans there: an OTLP collector, such as http://localhost:4317."),
+    ("otlp_traces_sample_ratio", float, "Trace this share of the requests.", (), "1"),
+    ("metrics_port", int, "Serve Prometheus metrics of the run at 127.0.0.1:PORT/metrics while it goes on; 0 is any "
+     "free port."),
 )  # fmt: skip
 """What watches a run; docs/observability.md has the grammar of rules."""
 

@@ -157,8 +157,12 @@ def run_job(
     *,
     label: str | None = None,
     progress: Callable[[Progress], None] | None = None,
+    watch: Callable[[Any], None] | None = None,
 ) -> Run:
-    """Simulate a job, judge the result and say how sure it is. After a Ctrl-C the run holds what happened so far."""
+    """Simulate a job, judge the result and say how sure it is. After a Ctrl-C the run holds what happened so far.
+
+    `watch` is told of the world before it runs (`tokentwin.observe`).
+    """
     workload = job.workload
     if isinstance(workload, WorkloadSpec):
         workload = load_workload(workload, seed=job.seed)
@@ -170,8 +174,11 @@ def run_job(
             progress=told,
             until_s=job.until_s,
             seed=job.seed,
+            watch=watch,
         )
-    known = {UTILISATION: utilisation(record, step_roofline(record, job.built)).json()}
+    known = {}
+    if record.fleet is None:  # pools may have other devices
+        known = {UTILISATION: utilisation(record, step_roofline(record, job.built)).json()}
     record = replace(record, meta={**_meta(job, workload, label), **known, **record.meta})
     summary = summarise(record, percentiles=job.percentiles, goodput=job.goodput, slos=job.slos)
     certainty = assess(

@@ -1,14 +1,26 @@
-"""What watches a run from the command line: alerts, share of peak, minute by minute."""
+"""What watches a run from the command line: alerts, share of peak, minutes, spans, and metrics while it goes on."""
 
 from __future__ import annotations
 
 import json
+import socket
+import urllib.request
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tokentwin.shell import SMALL, Command
+from tokentwin.commands.simulate import work_so_far
+from tokentwin.job import make_job, run_job
+from tokentwin.live import of_world
+from tokentwin.server.run_meters import RunMeters, bucketed, serving
 
 ONCE = (*SMALL, "--replications", "1")
 FIRES, QUIET = "ttft:p95:1s > 1ms for 1s", "kv_usage:max:1m > 99%"
@@ -58,3 +70,125 @@ def test_share_of_peak_is_in_table_file_and_minutes(tokentwin: Command, tmp_path
     assert sum(minutes.column("arrived").to_pylist()) == 12
     assert 0 < minutes.column("mfu").to_pylist()[0] < 1
     assert "Share of the device" in (tmp_path / "report.html").read_text()
+
+
+# ---- spans -------------------------------------------------------------------------------------------------
+
+
+def test_spans_of_every_request_are_in_the_file(
+    tokentwin: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    for name in ("a.jsonl", "b.jsonl"):
+        answer = tokentwin("simulate", *ONCE, "--otlp-file", tmp_path / name)
+        assert answer.code == 0, answer.err
+        assert name in answer.out
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    document = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[0])
+    spans = document["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    assert [span["name"] for span in spans].count("llm_request") == 12
+    assert min(int(span["startTimeUnixNano"]) for span in spans) >= 1_700_000_000 * 10**9
+
+
+def test_a_sample_says_how_many_it_has(tokentwin: Command, tmp_path: Path) -> None:
+    file = tmp_path / "traces.jsonl"
+    answer = tokentwin("simulate", *ONCE, "--otlp-file", file, "--otlp-traces-sample-ratio", "0.5")
+    assert answer.code == 0
+    traced = file.read_text().count('"llm_request"')
+    assert answer.err == f"note: {traced} of 12 requests were traced\n"
+    assert 0 < traced < 12
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--otlp-traces-sample-ratio", "0.5"), "has no effect without --otlp-file"),
+        (("--otlp-file", "x", "--otlp-traces-sample-ratio", "2"), "must lie above 0 and up to 1"),
+        (("--otlp-traces-endpoint", "localhost:4317"), "write a URL"),
+        (("--metrics-port", "70000"), "--metrics-port 70000"),
+    ],
+)
+def test_wrong_flags_are_one_line_before_anything_runs(
+    tokentwin: Command, flags: tuple[str, ...], why: str
+) -> None:
+    answer = tokentwin("simulate", *ONCE, *flags)
+    assert (answer.code, answer.out) == (2, "")
+    assert why in answer.error
+
+
+# ---- metrics -----------------------------------------------------------------------------------------------
+
+
+def scrape(address: str) -> dict[str, float]:
+    """Samples of a page of metrics by name and finished reason, through Prometheus's own parser."""
+    text = urllib.request.urlopen(address, timeout=10).read().decode()
+    families = text_string_to_metric_families(text)
+    return {
+        sample.name + sample.labels.get("finished_reason", "") + sample.labels.get("le", ""): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_metrics_are_there_while_a_simulation_runs_and_right_when_it_ends() -> None:
+    """Looked at from between two events, they grow with the run; at its end they say what the summary says."""
+    flags = {"model": "llama-3.1-8b", "gpu": "h200", "dataset_name": "random", "num_prompts": 300}
+    job = make_job({**flags, "request_rate": 20.0, "replications": 1})
+    seen: list[dict[str, float]] = []
+    with serving(lambda: meters[0] if meters else None, 0) as address:
+        meters: list[RunMeters] = []
+
+        def watch(world: Any) -> None:
+            assert scrape(address) == {}
+            meters.append(RunMeters(of_world(world), "m", work_so_far(job)))
+            for at_s in (2.0, 5.0):
+                world.clock.call_at(at_s, lambda: seen.append(scrape(address)))
+
+        run = run_job(job, watch=watch)
+        end = scrape(address)
+    first, second = seen
+    assert [first["tokentwin:run_time_seconds"], second["tokentwin:run_time_seconds"]] == [2.0, 5.0]
+    for name in ("vllm:generation_tokens_total", "vllm:request_success_totallength"):
+        assert 0 < first[name] < second[name] < end[name]
+    assert first["vllm:num_requests_running"] > 0
+    assert end["vllm:num_requests_running"] == 0
+    s = run.summary
+    assert end["vllm:request_success_totallength"] == s.completed == 300
+    assert end["vllm:prompt_tokens_total"] == s.total_input_tokens
+    assert end["vllm:generation_tokens_total"] == s.total_output_tokens
+    assert end["vllm:time_to_first_token_seconds_count"] == 300
+    queued = run.record.requests.first_token_s - run.record.requests.queued_s
+    assert end["vllm:time_to_first_token_seconds_sum"] == pytest.approx(queued.sum(), rel=1e-3)
+    assert end["vllm:time_to_first_token_seconds_bucket0.1"] == pytest.approx((queued <= 0.1).sum(), abs=2)
+    assert end["vllm:time_to_first_token_seconds_bucket+Inf"] == 300
+    assert end["vllm:iteration_tokens_total_count"] == s.num_steps
+    assert end["vllm:inter_token_latency_seconds_count"] == s.total_output_tokens - 300
+    assert end["vllm:estimated_flops_per_gpu_total"] == pytest.approx(run.roofline().flops.sum())
+
+
+def test_a_taken_port_is_one_line(tokentwin: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        answer = tokentwin("simulate", *ONCE, "--metrics-port", taken.getsockname()[1])
+    assert answer.code == 2
+    assert "choose another, or 0 for any that is free" in answer.error
+
+
+def test_the_address_is_said_and_the_port_is_free_again(tokentwin: Command) -> None:
+    answer = tokentwin("simulate", *ONCE, "--metrics-port", "0")
+    assert answer.code == 0
+    address = answer.err.split()[2]
+    assert address.startswith("http://127.0.0.1:")
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(address, timeout=2)
+
+
+@given(st.lists(st.floats(0.0, 3.0), max_size=30))
+def test_buckets_are_those_of_the_client_library(values: list[float]) -> None:
+    registry = CollectorRegistry()
+    histogram = Histogram("x", "x", registry=registry, buckets=(0.5, 1, 2.5))
+    for value in values:
+        histogram.observe(value)
+    buckets, total = bucketed(np.array(values), np.ones(len(values)), (0.5, 1, 2.5))
+    for bound, count in buckets:
+        assert registry.get_sample_value("x_bucket", {"le": bound}) == count
+    assert registry.get_sample_value("x_sum") == pytest.approx(total)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.console import print_run
+from experiments.minutes import DEVICE
+from experiments.observed import ALERTS, UTILISATION, any_fired
 from experiments.results import BACKEND_REAL
+from experiments.utilisation import engine_work, utilisation
 from serving.config import SchedulerConfig
 from serving.errors import UsageError
 from serving.policies import load_policy
@@ -22,17 +26,20 @@ from sim.samples import thin_percentiles
 from sim.slo import Goodput, Slo, parse_slo
 from sim.verdict import verdict
 from sim.workload import Workload, load_workload
-from tokentwin.commands.simulate import INTERRUPTED, LOST, SLO_MISSED, say_files
+from tokentwin.commands.simulate import ALERT_FIRED, INTERRUPTED, LOST, SLO_MISSED, say_files
 from tokentwin.config_file import print_config, with_config
-from tokentwin.flag_tables import DEPLOYMENT, OUTPUT, PROMISES, RUN, TRAFFIC
+from tokentwin.flag_tables import DEPLOYMENT, OBSERVE, OUTPUT, PROMISES, RUN, TRAFFIC
 from tokentwin.flags import Flag, takes
 from tokentwin.interrupt import between_events
-from tokentwin.job import make_deployment, make_goodput, make_spec, parse_percentiles, words
+from tokentwin.job import make_alerts, make_deployment, make_goodput, make_spec, parse_percentiles, words
+from tokentwin.live import of_engine
+from tokentwin.observe import Observers
 from tokentwin.outputs import Outputs
 from tokentwin.progress import progress_bar
 from tokentwin.provenance import ARGV, VERSION, git_commit
 
 if TYPE_CHECKING:
+    from costmodel.model import ModelShape
     from realengine.engine import Engine
     from realengine.load import Source
     from tokentwin.replay import RealRun
@@ -73,7 +80,7 @@ HOW = tuple(
     )
 )  # fmt: skip
 RUNS = tuple(replace(flag, help=_WORDS.get(flag.name, flag.help)) for flag in RUN if flag.name in _RUN)
-REPLAY = {flag.name: flag for table in (LIMITS, HOW, TRAFFIC, PROMISES, RUNS, OUTPUT) for flag in table}
+REPLAY = {flag.name: flag for table in (LIMITS, HOW, TRAFFIC, PROMISES, RUNS, OUTPUT, OBSERVE) for flag in table}
 """Every flag of `run` by name."""
 
 
@@ -91,9 +98,10 @@ class RunPlan:
     warmup: int
     load_format: str
     device: str
+    alerts: tuple[str, ...] = ()
 
 
-@takes(LIMITS, HOW, TRAFFIC, PROMISES, RUNS, OUTPUT)
+@takes(LIMITS, HOW, TRAFFIC, PROMISES, RUNS, OUTPUT, OBSERVE)
 def run(**flags: Any) -> int:
     """Run a workload on the real engine, print its latencies and say whether it keeps its promises.
 
@@ -108,15 +116,21 @@ def run(**flags: Any) -> int:
     plan = make_plan(given)
     if given.get("print_config"):
         return print_config(given, known=REPLAY)
+    observers = Observers.of(given)
     outputs.check()
-    real = run_plan(plan, label=given.get("label"), silent=bool(given.get("disable_tqdm")))
+    with observers.watching(Path(plan.deployment.model).name, of_engine) as watch:
+        real = run_plan(
+            plan, label=given.get("label"), silent=bool(given.get("disable_tqdm")), watch=watch
+        )
     print_run(real.record, real.summary, real.verdict, metrics=outputs.metrics, certainty=real.certainty)
-    say_files(outputs.write(real))
+    say_files([*outputs.write(real), *observers.write(real.record)])
     if real.record.interrupted:
         return INTERRUPTED
     if real.num_lost and math.isinf(plan.until_s):
         return LOST
-    return SLO_MISSED if given.get("fail_on_slo") and real.verdict.meets_slos is False else 0
+    if given.get("fail_on_slo") and real.verdict.meets_slos is False:
+        return SLO_MISSED
+    return ALERT_FIRED if given.get("fail_on_alert") and any_fired(real.record) else 0
 
 
 def make_plan(given: Mapping[str, Any]) -> RunPlan:
@@ -159,11 +173,21 @@ def make_plan(given: Mapping[str, Any]) -> RunPlan:
         warmup,
         given.get("load_format", "auto"),
         given.get("device", "auto"),
+        make_alerts(given),
     )
 
 
-def run_plan(plan: RunPlan, *, label: str | None = None, silent: bool = True) -> RealRun:
-    """Load the model, warm up, replay the workload and judge it. After a Ctrl-C the run holds what happened so far."""
+def run_plan(
+    plan: RunPlan,
+    *,
+    label: str | None = None,
+    silent: bool = True,
+    watch: Callable[[Any], None] | None = None,
+) -> RealRun:
+    """Load the model, warm up, replay the workload and judge it. After a Ctrl-C the run holds what happened so far.
+
+    `watch` is told of the engine before the workload begins (`tokentwin.observe`).
+    """
     from tokentwin.replay import RealRun, replay, warm_up
 
     engine, source = make_engine(plan)
@@ -176,7 +200,10 @@ def run_plan(plan: RunPlan, *, label: str | None = None, silent: bool = True) ->
         with (
             progress_bar(silent=silent, doing="Running", clock="run") as bar,
             between_events(bar) as told,
+            device_samples(plan, engine) as samples,
         ):
+            if watch is not None:
+                watch(engine)
             record = replay(
                 engine,
                 plan.workload,
@@ -187,7 +214,9 @@ def run_plan(plan: RunPlan, *, label: str | None = None, silent: bool = True) ->
             )
     finally:
         engine.stop()
-    record = replace(record, meta=facts)
+    record = replace(record, meta={**facts, **samples})
+    if (work := engine_work(record)) is not None:
+        record.meta[UTILISATION] = utilisation(record, work).json()
     summary = summarise(record, percentiles=plan.percentiles, goodput=plan.goodput, slos=plan.slos)
     certainty = Certainty(thin=thin_percentiles(summary))
     return RealRun(record, summary, verdict(record, summary, plan.slos), len(plan.workload), certainty)
@@ -279,6 +308,7 @@ def _meta(plan: RunPlan, engine: Engine, source: Source, label: str | None) -> d
             "dtype": d.dtype,
             "load_format": plan.load_format,
             "warmup": plan.warmup,
+            "work": work_facts(plan, source.architecture.shape, name if on_gpu else None),
         },
         "argv": list(ARGV.get()),
         "version": VERSION,
@@ -296,10 +326,39 @@ def _meta(plan: RunPlan, engine: Engine, source: Source, label: str | None) -> d
         "goodput_s": plan.goodput.limits_s(),
         "percentiles": list(plan.percentiles),
         "until_s": plan.until_s if math.isfinite(plan.until_s) else None,
+        **({ALERTS: list(plan.alerts)} if plan.alerts else {}),
         "deployment": deployment,
         "limits": {each: getattr(limits, each) for each in limits.__slots__},
         "workload": {"name": workload.name, **workload.meta},
     }
+
+
+def work_facts(plan: RunPlan, shape: ModelShape, gpu: str | None) -> dict[str, Any]:
+    """What FLOPs and bytes of the engine's steps are counted from, and the device's peaks where a datasheet has them."""
+    build = import_module("realengine.build")
+    options = build.EngineOptions(plan.deployment.model, dtype=plan.deployment.dtype, device=plan.device)
+    facts = import_module("calibration.device_facts").known_gpu(gpu) if gpu is not None else None
+    dtype = options.torch_dtype()
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "shape": shape.model_dump(mode="json"),
+        "bytes_per_number": float(dtype.itemsize),
+        "device": facts.product if facts is not None else gpu or "CPU",
+        "peak_flops_per_s": facts.peak_flops.get(name) if facts is not None else None,
+        "peak_bytes_per_s": facts.hbm_bytes_per_s if facts is not None else None,
+    }
+
+
+@contextmanager
+def device_samples(plan: RunPlan, engine: Engine) -> Iterator[dict[str, Any]]:
+    """What the driver says of the device while the context lasts, by the key of `RunRecord.meta`; empty without one."""
+    nvml = import_module("realengine.nvml")
+    device = import_module("realengine.build").EngineOptions(plan.deployment.model, device=plan.device)
+    origin_s, found = engine.now_s(), dict[str, Any]()
+    with nvml.watching(device.torch_device(), lambda: engine.now_s() - origin_s) as samples:
+        if samples:
+            found[DEVICE] = samples
+        yield found
 
 
 def _version(package: str) -> str | None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.console import WIDTH, print_run
 from experiments.observed import any_fired
 from sim.hull import check_strict
+from sim.record import Floats
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import DEPLOYMENT, OBSERVE, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
 from tokentwin.flags import takes
 from tokentwin.job import Job, make_job, run_job
+from tokentwin.live import of_world
+from tokentwin.observe import Observers
 from tokentwin.outputs import Outputs
 from tokentwin.progress import progress_bar
 from tokentwin.run import Run
@@ -33,15 +37,36 @@ def simulate(**flags: Any) -> int:
     job = make_job(given)
     if given.get("print_config"):
         return print_config(given, job.built)
+    observers = Observers.of(given)
     outputs.check()
-    with progress_bar(silent=bool(given.get("disable_tqdm"))) as bar:
-        run = run_job(job, label=given.get("label"), progress=bar)
+    with (
+        progress_bar(silent=bool(given.get("disable_tqdm"))) as bar,
+        observers.watching(job.built.model.name, of_world, work_so_far(job)) as watch,
+    ):
+        run = run_job(job, label=given.get("label"), progress=bar, watch=watch)
     print_run(run.record, run.summary, run.verdict, metrics=outputs.metrics, certainty=run.certainty)
-    say_files(outputs.write(run))
+    say_files([*outputs.write(run), *observers.write(run.record)])
     if job.strict:
         check_strict(run.certainty.extrapolations)
     code = exit_code(run, job, fail_on_slo=bool(given.get("fail_on_slo")))
     return ALERT_FIRED if not code and given.get("fail_on_alert") and any_fired(run.record) else code
+
+
+def work_so_far(job: Job) -> Callable[[Mapping[str, Floats]], tuple[float, float]]:
+    """(FLOPs, bytes) of steps on one device, from their columns."""
+    replicas = job.built.deployment.data_parallel_size
+
+    def work(steps: Mapping[str, Floats]) -> tuple[float, float]:
+        flops, moved = job.built.pricer.step_work(
+            steps["num_tokens"],
+            steps["num_decodes"] + steps["num_prefills"],
+            steps["prefill_attention_area"],
+            steps["prefill_context_sum"],
+            steps["decode_context_sum"],
+        )
+        return float(flops.sum()) / replicas, float(moved.sum()) / replicas
+
+    return work
 
 
 def exit_code(run: Run, job: Job, *, fail_on_slo: bool) -> int:

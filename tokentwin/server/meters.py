@@ -37,7 +37,33 @@ _SHORT = (
 _GAPS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_LABELS = ("model_name", "engine")
+LABELS = ("model_name", "engine")
+GAUGES = {
+    "num_requests_running": "Requests in the running batch.",
+    "num_requests_waiting": "Requests waiting to be scheduled.",
+    "kv_cache_usage_perc": "Share of KV pages in use, 0 to 1.",
+}
+COUNTERS = {
+    "prefix_cache_queries": "Tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "num_preemptions": "Preemptions.",
+    "prompt_tokens": "Prompt tokens of requests that began to answer.",
+    "generation_tokens": "Tokens generated.",
+}
+SUCCESS = ("request_success", "Requests that ended, by reason.")
+HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "ttft": ("time_to_first_token_seconds", "Arrival to first token.", _SHORT),
+    "itl": ("inter_token_latency_seconds", "Gap between tokens.", _GAPS),
+    "tpot": ("request_time_per_output_token_seconds", "Mean gap between the tokens of a request.", _GAPS),
+    "e2e": ("e2e_request_latency_seconds", "Arrival to last token.", _LONG),
+    "queue": ("request_queue_time_seconds", "Arrival to first scheduled.", _LONG),
+    "prefill": ("request_prefill_time_seconds", "First scheduled to first token.", _LONG),
+    "decode": ("request_decode_time_seconds", "First token to last.", _LONG),
+    "iteration": ("iteration_tokens_total", "Tokens computed by a step.", _TOKENS),
+}
+"""vLLM's metrics without `vllm:`, what each says, and the bounds of a histogram's buckets."""
+_NOW = ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions")
+"""Counters that a backend keeps itself."""
 
 
 class _Now(Collector):
@@ -49,26 +75,18 @@ class _Now(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._backend.stats()
-        gauges = (
-            ("num_requests_running", "Requests in the running batch.", stats.running),
-            ("num_requests_waiting", "Requests waiting to be scheduled.", stats.waiting),
-            ("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", stats.kv_usage),
-        )
-        counters = (
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries_tokens),
-            ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits_tokens),
-            ("num_preemptions", "Preemptions.", stats.preemptions),
-        )
-        for name, words, value in gauges:
-            gauge = GaugeMetricFamily(f"vllm:{name}", words, labels=_LABELS)
+        gauges = (stats.running, stats.waiting, stats.kv_usage)
+        counters = (stats.prefix_queries_tokens, stats.prefix_hits_tokens, stats.preemptions)
+        for (name, words), value in zip(GAUGES.items(), gauges, strict=True):
+            gauge = GaugeMetricFamily(f"vllm:{name}", words, labels=LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
-        for name, words, value in counters:
-            counter = CounterMetricFamily(f"vllm:{name}", words, labels=_LABELS)
-            counter.add_metric(self._labels, value)
+        for name, count in zip(_NOW, counters, strict=True):
+            counter = CounterMetricFamily(f"vllm:{name}", COUNTERS[name], labels=LABELS)
+            counter.add_metric(self._labels, count)
             yield counter
         lag = GaugeMetricFamily(
-            "tokentwin:lag_seconds", "Real seconds by which a twin is behind.", labels=_LABELS
+            "tokentwin:lag_seconds", "Real seconds by which a twin is behind.", labels=LABELS
         )
         lag.add_metric(self._labels, stats.lag_s)
         yield lag
@@ -81,28 +99,15 @@ class PrometheusMeters:
         self.registry = CollectorRegistry()
         self._labels = (model, "0")
         self.registry.register(_Now(backend, self._labels))
-        self._prompt_tokens = self._counter(
-            "prompt_tokens", "Prompt tokens of requests that began to answer."
-        )
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._success = Counter(
-            "vllm:request_success",
-            "Requests that ended, by reason.",
-            (*_LABELS, "finished_reason"),
-            registry=self.registry,
-        )
-        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SHORT)
-        self._itl = self._histogram("inter_token_latency_seconds", "Gap between tokens.", _GAPS)
-        self._tpot = self._histogram(
-            "request_time_per_output_token_seconds", "Mean gap between the tokens of a request.", _GAPS
-        )
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LONG)
-        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first scheduled.", _LONG)
-        self._prefill = self._histogram(
-            "request_prefill_time_seconds", "First scheduled to first token.", _LONG
-        )
-        self._decode = self._histogram("request_decode_time_seconds", "First token to last.", _LONG)
-        self._iteration = self._histogram("iteration_tokens_total", "Tokens computed by a step.", _TOKENS)
+        self._prompt_tokens = self._counter("prompt_tokens")
+        self._generation_tokens = self._counter("generation_tokens")
+        name, words = SUCCESS
+        labels = (*LABELS, "finished_reason")
+        self._success = Counter(f"vllm:{name}", words, labels, registry=self.registry)
+        self._ttft, self._itl, self._tpot = (self._histogram(name) for name in ("ttft", "itl", "tpot"))
+        self._e2e, self._queue = self._histogram("e2e"), self._histogram("queue")
+        self._prefill, self._decode = self._histogram("prefill"), self._histogram("decode")
+        self._iteration = self._histogram("iteration")
 
     def step(self, num_tokens: int) -> None:
         """A step ended."""
@@ -136,10 +141,11 @@ class PrometheusMeters:
         """Everything, as Prometheus reads it."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, words: str) -> Counter:
-        counter = Counter(f"vllm:{name}", words, _LABELS, registry=self.registry)
+    def _counter(self, name: str) -> Counter:
+        counter = Counter(f"vllm:{name}", COUNTERS[name], LABELS, registry=self.registry)
         return counter.labels(*self._labels)
 
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"vllm:{name}", words, _LABELS, registry=self.registry, buckets=buckets)
+    def _histogram(self, name: str) -> Histogram:
+        full, words, buckets = HISTOGRAMS[name]
+        histogram = Histogram(f"vllm:{full}", words, LABELS, registry=self.registry, buckets=buckets)
         return histogram.labels(*self._labels)
