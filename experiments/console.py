@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from experiments.certainty import bracket, certainty_lines
+from experiments.fleet_report import fleet_lines
 from experiments.observed import alert_lines, utilisation_rows
 from experiments.results import METRICS
 from sim.latency import LatencyStats
@@ -67,6 +68,10 @@ def print_run(
     if len(summary.tenants) > 1:
         out.print(Text(" Tenants ".center(width, "="), style="bold"))
         for line in _tenant_lines(summary):
+            out.print(Text(line[:width]), no_wrap=True, crop=True)
+    if fleet := fleet_lines(record):
+        out.print(Text(" Fleet ".center(width, "="), style="bold"))
+        for line in fleet:
             out.print(Text(line[:width]), no_wrap=True, crop=True)
     sure = certainty_lines(certainty) if certainty is not None else []
     if sure:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import report_figures as figures
 from experiments.certainty import THIN_MARK, certainty_lines, headline_rows
+from experiments.fleet_report import fleet_rows, replicas_over_time
 from experiments.observe_figures import observed_panels
 from experiments.page import list_section, page, plot_section, table_section, write_page
 from experiments.report_figures import Roofline
@@ -65,6 +66,7 @@ def report_html(
         *laid_out(panels(record, summary, roofline)),
         _latency_table(summary),
         _engine_table(record, summary),
+        _fleet_table(record),
         _footer(record),
     ]
     return page(name, body)
@@ -105,6 +107,15 @@ def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> li
                 True,
             )
         )
+    if record.fleet is not None and len(record.fleet.event_s) > record.num_replicas:
+        out.append(
+            (
+                "Replicas",
+                "By what they do; the top edge is what is paid for.",
+                replicas_over_time(record, figures.clock(record)),
+                True,
+            )
+        )
     if summary.completed:
         out += [
             (
@@ -126,7 +137,7 @@ def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> li
                 False,
             ),
         ]
-    if roofline is not None and len(record.steps):
+    if roofline is not None and len(record.steps) and math.isfinite(roofline.peak_flops_per_s):
         out.append(
             (
                 "Roofline of the steps",
@@ -244,6 +255,11 @@ def _engine_table(record: RunRecord, s: Summary) -> str:
         ["KV cache", f"{record.num_pages:,} pages", f"of {record.page_tokens} tokens"],
     ]
     return table_section("Stages and engine", ["", "", ""], rows)
+
+
+def _fleet_table(record: RunRecord) -> str:
+    found = fleet_rows(record)
+    return "" if found is None else table_section("Pools and replicas", *found)
 
 
 def _footer(record: RunRecord) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from experiments.series import (
     rate_per_s,
     thin,
 )
+from sim.fleet.record import FleetRecord
 from sim.latency import STAGES, latencies, stage_times
 from sim.metrics import Summary
 from sim.record import Floats, RunRecord, Status
@@ -51,6 +53,8 @@ def step_roofline(record: RunRecord, built: Built) -> Roofline:
 
     Every prompt chunk counts as sampled once, which overstates the LM head's work of unfinished chunks.
     """
+    if built.pools and record.fleet is not None:
+        return _pools_roofline(record, built, record.fleet)
     s, pricer = record.steps, built.pricer
     flops, num_bytes = pricer.step_work(
         s.num_tokens,
@@ -61,6 +65,21 @@ def step_roofline(record: RunRecord, built: Built) -> Roofline:
     )
     peaks = (pricer.peak_flops, pricer.peak_bytes_per_s)
     return Roofline(flops, num_bytes, *peaks, device=built.profile.facts.product)
+
+
+def _pools_roofline(record: RunRecord, built: Built, fleet: FleetRecord) -> Roofline:
+    """Each step by the prices of its pool; without peaks where pools have different ones."""
+    pool_of = fleet.pool_of[record.steps.replica]
+    flops, num_bytes = np.zeros(len(record.steps)), np.zeros(len(record.steps))
+    parts = []
+    for number, pool in enumerate(built.pools):
+        mine = pool_of == number
+        parts.append(step_roofline(replace(record, steps=record.steps.where(mine)), pool))
+        flops[mine], num_bytes[mine] = parts[-1].flops, parts[-1].bytes
+    peaks = {(part.peak_flops_per_s, part.peak_bytes_per_s, part.device) for part in parts}
+    if len(peaks) == 1:
+        return replace(parts[0], flops=flops, bytes=num_bytes)
+    return Roofline(flops, num_bytes, math.nan, math.nan, " and ".join(sorted(p[2] for p in peaks)))
 
 
 @dataclass(frozen=True, slots=True)

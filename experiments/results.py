@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.certainty import certainty_json, interval_keys
+from experiments.fleet_report import fleet_json
 from experiments.observed import observed_json
 from serving.errors import UsageError
 from sim.latency import LatencyStats, latencies, stage_times
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 RESULT, RUN, REQUESTS, STEPS = "result.json", "run.json", "requests.parquet", "steps.parquet"
 TOKENS, CERTAINTY = "tokens.parquet", "certainty.json"
 BACKEND_SIM, BACKEND_REAL = "sim", "tokentwin-engine"
+FLEET_COLUMNS = ("retries", "prefill_replica", "kv_transfer_s")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 DETAILED_KEYS = (
     "input_lens",
@@ -221,6 +223,7 @@ def run_json(record: RunRecord, summary: Summary) -> dict[str, Any]:
         "end_s": record.end_s,
         "tenants": [asdict(tenant) for tenant in record.tenants],
         "warnings": list(record.warnings),
+        **({} if record.fleet is None else {"fleet": record.fleet.json()}),
     }
 
 
@@ -232,6 +235,8 @@ def request_columns(record: RunRecord) -> dict[str, np.ndarray[Any, Any]]:
     columns["tenant"] = names[columns["tenant"]] if len(columns["tenant"]) else np.empty(0, dtype=object)
     words = np.array([s.name.lower() for s in Status], dtype=object)
     columns["status"] = words[columns["status"]]
+    if record.fleet is not None:
+        columns |= {name: getattr(record.fleet, name) for name in FLEET_COLUMNS}
     columns |= {"ttft_s": lat.ttft_s, "tpot_s": lat.tpot_s, "e2el_s": lat.e2el_s}
     return columns | {f"{name}_s": times_s for name, times_s in stages.items() if f"{name}_s" not in columns}
 
@@ -241,7 +246,7 @@ def token_columns(record: RunRecord) -> dict[str, np.ndarray[Any, Any]]:
     tokens = record.tokens
     owner = np.repeat(np.arange(len(record.requests)), np.diff(tokens.offsets))
     columns = {f.name: getattr(tokens, f.name) for f in fields(tokens) if f.name != "offsets"}
-    return {"request": owner, **columns}
+    return {"request": owner, **{name: column for name, column in columns.items() if column is not None}}
 
 
 @contextmanager
@@ -354,6 +359,8 @@ def _ours(record: RunRecord, summary: Summary, verdict: Verdict | None) -> dict[
         "sim_stage_share": summary.stage_share,
         "sim_tenants": {t.name: _tenant(t) for t in summary.tenants},
         "sim_warnings": list(summary.warnings),
+        "sim_errors": summary.errors,
+        **fleet_json(record),
         **observed_json(record),
     }
     if verdict is not None:

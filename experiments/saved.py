@@ -17,9 +17,10 @@ import numpy as np
 
 from experiments.report import write_report
 from experiments.report_figures import Roofline, step_roofline
-from experiments.results import CERTAINTY, STEPS, TOKENS, load_run
+from experiments.results import CERTAINTY, FLEET_COLUMNS, STEPS, TOKENS, load_run
 from serving.errors import TokenTwinError, UsageError
 from sim.certainty import Certainty
+from sim.fleet.record import FleetRecord
 from sim.latency import DEFAULT_PERCENTILES
 from sim.meta import meta_value
 from sim.metrics import Summary, summarise
@@ -29,7 +30,7 @@ from sim.verdict import Verdict, verdict
 
 REPORT = "report.html"
 _FLOATS = {"start_s", "end_s", "gpu_s", "host_s", "prefill_attention_area"}
-_NOT_META = {"capacity", "partial", "end_s", "tenants", "warnings"}
+_NOT_META = {"fleet", "capacity", "partial", "end_s", "tenants", "warnings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,9 @@ def load_record(folder: str | Path) -> RunRecord:
                 for f in fields(StepTable)
             }
         )
+        fleet = _fleet(run, requests)
         tokens = _tokens(saved.folder / TOKENS, len(columns["status"]))
-        sizes = {
+        sizes: dict[str, Any] = {
             name: int(capacity[name])
             for name in ("num_pages", "page_tokens", "num_replicas", "max_num_seqs", "max_num_batched_tokens")
         }
@@ -119,8 +121,16 @@ def load_record(folder: str | Path) -> RunRecord:
         interrupted=bool(run.get("partial")),
         warnings=tuple(run.get("warnings") or ()),
         meta={key: value for key, value in run.items() if key not in _NOT_META},
+        fleet=fleet,
         **sizes,
     )
+
+
+def _fleet(run: Mapping[str, Any], requests: Any) -> FleetRecord | None:
+    """Pools and lives of replicas, where the run had any."""
+    if "fleet" not in run:
+        return None
+    return FleetRecord.of_json(run["fleet"], {name: _column(requests, name) for name in FLEET_COLUMNS})
 
 
 def _tenant(saved: Any) -> Tenant:

@@ -315,10 +315,10 @@ class Fleet:
         """Keep a request until a replica is there for it; it fails when none will ever be."""
         router = self.decode if request.external_tokens else self.entry
         for pool in self.pools:
-            if pool.router is router and (pool.scaler is not None or pool.count(*_EXISTING)):
-                if not pool.refusal(request):
-                    self._pending.append(request)
-                    return
+            lives = pool.scaler is not None or pool.count(*_EXISTING)
+            if pool.router is router and lives and not pool.refusal(request):
+                self._pending.append(request)
+                return
         row = _row(request)
         self.lost_tokens += bool(request.external_tokens)
         self._forget([row])
