@@ -18,16 +18,19 @@ import torch
 from calibration import bench_table
 from calibration.device_facts import measured_facts, raised
 from calibration.device_memory import PagePlan, measure_context_bytes, predict_pages
+from calibration.microbench_collectives import measure_all_reduce
 from calibration.microbench_fit import fastest, fit_steps, rows_of, table_rows
+from calibration.microbench_graphs import Launches, measure_launches
 from calibration.microbench_host import fit_host, host_work, measure_host, measure_moves
 from calibration.microbench_points import Bounds, reference
 from calibration.microbench_run import Drift, Progress, Store, drift, measure_round, open_store
 from calibration.microbench_steps import StepBench
+from costmodel.formats import kv_format
 from costmodel.model import ModelShape
 from costmodel.profile import DeviceFacts, DeviceProfile, HostTerms, Provenance
 from realengine.build import EngineOptions, make_runner, pages_that_fit
 from realengine.checkpoint import DummyCheckpoint
-from realengine.load import Source, find_model, load
+from realengine.load import Source, find_model, load, weight_format
 from realengine.models import Model
 from realengine.runner import Runner, StepRunner
 from serving.config import SchedulerConfig
@@ -69,6 +72,16 @@ class Bench:
     def shape(self) -> ModelShape:
         return self.source.architecture.shape
 
+    @property
+    def gemm_format(self) -> str:
+        """Number format of the layers' matrices, by the name that profiles have."""
+        return weight_format(self.source, self.plan.options.quantization)
+
+    @property
+    def kv_dtype(self) -> str:
+        """Format of the KV cache, by the name that profiles have."""
+        return kv_format(self.plan.options.kv_cache_dtype).name
+
     def header(self) -> dict[str, object]:
         """What a store of its steps is of."""
         plan = self.plan
@@ -81,7 +94,17 @@ class Bench:
             "max_num_seqs": plan.max_num_seqs,
             "max_num_batched_tokens": plan.max_num_batched_tokens,
             "max_model_len": self.limits.max_model_len,
+            "formats": [self.gemm_format, self.kv_dtype],
         }
+
+    def fastest(self, store: Store) -> tuple[float, float]:
+        """(FLOP/s, bytes/s) that any measured part reached."""
+        return fastest(store, self.shape, gemm_format=self.gemm_format, kv_dtype=self.kv_dtype)
+
+    @property
+    def pages_of_longest(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.limits.max_model_len // self.limits.page_tokens)
 
     @property
     def key(self) -> str:
@@ -116,7 +139,14 @@ def prepare(plan: Plan, source: Source | None = None) -> Bench:
         # Drawn where they are used: billions of numbers are slow to draw on the CPU.
         source = replace(source, checkpoint=DummyCheckpoint(shape, device=device))
     longest = min(plan.max_model_len, shape.max_position_embeddings)
-    model = load(source, device=device, dtype=dtype, max_positions=longest)
+    model = load(
+        source,
+        device=device,
+        dtype=dtype,
+        max_positions=longest,
+        quantization=plan.options.quantization,
+        kv_cache_dtype=plan.options.kv_cache_dtype,
+    )
     load_s = time.perf_counter() - begun_s
     limits = SchedulerConfig(
         num_pages=1,
@@ -124,6 +154,7 @@ def prepare(plan: Plan, source: Source | None = None) -> Bench:
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_model_len=longest,
     )
+    weights = weight_format(source, plan.options.quantization)
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     predicted = predict_pages(
         shape,
@@ -132,6 +163,8 @@ def prepare(plan: Plan, source: Source | None = None) -> Bench:
         memory_bytes=total,
         utilization=plan.options.gpu_memory_utilization,
         context_bytes=context,
+        quantization=None if weights == "bfloat16" else weights,
+        kv_cache_dtype=plan.options.kv_cache_dtype,
     )
     pages = pages_that_fit(model, limits, dtype, device, plan.options.gpu_memory_utilization)
     limits = SchedulerConfig(
@@ -182,12 +215,16 @@ def calibrate(
             until_s=until_s,
             progress=progress,
         )
-    facts = raised(measured_facts(bench.device), *fastest(store, bench.shape))
+    facts = raised(measured_facts(bench.device), *bench.fastest(store))
+    facts = _with_host_link(facts, store)
     done = finish(bench, store, facts, host)
     if output is not None:
         output.write_text(done.profile.to_json() + "\n", encoding="utf-8")
         rows = rows_of(store, bench.shape, key=bench.key)
-        bench_table.write(output.with_suffix(".parquet"), table_rows(rows, bench.shape.head_dim))
+        bench_table.write(
+            output.with_suffix(".parquet"),
+            table_rows(rows, bench.shape, gemm_format=bench.gemm_format, kv_dtype=bench.kv_dtype),
+        )
     return done
 
 
@@ -203,6 +240,13 @@ def host_of(bench: Bench, store: Store) -> HostTerms:
         store.note("host", measure_host(bench.limits, bench.source.tokenizer, shape.vocab_size, same_caches))
         step: StepRunner = bench.runner.step  # type: ignore[attr-defined]
         store.note("moves", measure_moves(step.caches, bench.device))
+        if bench.device.type == "cuda":  # pragma: no cover - needs a GPU
+            width = bench.pages_of_longest
+            launches = measure_launches(step, bench.steps, _spread(bench.plan.max_num_seqs), width)
+            store.note("launches", [(row.rows, row.eager_s, row.graph_s) for row in launches])
+            devices = torch.cuda.device_count()
+            ranks = [n for n in (2, 4, 8) if n <= devices]
+            store.note("collectives", [row for n in ranks for row in measure_all_reduce(n, "cuda")])
         store.note("load_s", bench.load_s)
     launch_s = 4e-6 if bench.device.type == "cuda" else 0.0
     with_text = "with" if bench.source.tokenizer is not None else "without"
@@ -212,6 +256,20 @@ def host_of(bench: Bench, store: Store) -> HostTerms:
         launch_s,
         f"the engine's own loop beside the device, {with_text} detokenising, CPU seconds",
     )
+
+
+def _with_host_link(facts: DeviceFacts, store: Store) -> DeviceFacts:
+    """`facts` with the measured rate of page copies to and from host memory, where it was measured."""
+    moves = store.extras.get("moves") or {}
+    rates = [moves[name] for name in ("swap_out_bytes_per_s", "swap_in_bytes_per_s") if name in moves]
+    if not rates:
+        return facts
+    sources = {**facts.sources, "host_link": "measured by copies of pages both ways, the slower of the two"}
+    return facts.model_copy(update={"host_link_bytes_per_s": float(f"{min(rates):.4g}"), "sources": sources})
+
+
+def _spread(most: int) -> list[int]:
+    return sorted({1, max(1, most // 16), max(1, most // 4), most})
 
 
 def finish(
@@ -227,6 +285,7 @@ def finish(
     )
     moves = store.extras.get("moves") or {}
     notes += [f"{name.replace('_', ' ')}: {value:.3g}" for name, value in moves.items()]
+    notes += [str(Launches(*row)) for row in store.extras.get("launches", ())]
     notes.append(f"weights loaded in {store.extras.get('load_s', math.nan):.1f} s")
     if wander is not None:
         notes.append(
@@ -246,6 +305,8 @@ def finish(
         facts,
         host,
         provenance,
+        gemm_format=bench.gemm_format,
+        kv_dtype=bench.kv_dtype,
         rounds=rounds,
         key=bench.key,
         wander=0.0 if wander is None else min(wander.log_spread, 0.3) / 2,

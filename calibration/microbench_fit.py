@@ -16,7 +16,7 @@ from calibration.fit import Options, fit_kernel, grid_groups
 from calibration.microbench_run import Measured, Store, steadied
 from calibration.microbench_steps import GEMMS, repeated
 from calibration.tables import Samples
-from costmodel.formats import GEMM_FORMATS, hardware
+from costmodel.formats import GEMM_FORMATS, KV_FORMATS, hardware
 from costmodel.kernels import FORMULAS, Hardware
 from costmodel.layers import elementwise_bytes, embedding_bytes
 from costmodel.model import ModelShape
@@ -94,6 +94,8 @@ def rows_of(
         elif not what.decodes and len(set(what.chunks)) == 1:
             chunk, before = what.chunks[0]
             add("prefill", heads, (len(what.chunks), float(chunk), float(before)), whole - rotate)
+    for num_ranks, num_bytes, seconds in store.extras.get("collectives", ()):
+        add("all_reduce", (float(num_ranks),), (float(num_bytes),), seconds)
     return [Row(kind, point, *_middle(values)) for (kind, point), values in sorted(found.items(), key=str)]
 
 
@@ -134,24 +136,34 @@ def fit_steps(
     Raises `UsageError` when a kernel that every step needs was not measured.
     """
     rows = rows_of(store, shape, rounds=rounds, key=key)
+    layers, head = _without_head(rows, shape)
+    kv_bytes = KV_FORMATS[kv_dtype].element_bytes(shape.head_dim)
     fits: dict[str, KernelFit] = {}
     steady = Store(store.header, runs=steadied(store.runs, key) if key is not None else store.runs)
     for kind in ("gemm", "prefill", "decode", "elementwise", "sampler"):
-        mine = [row for row in rows if row.kind == kind]
+        mine = [row for row in (layers if gemm_format != "bfloat16" else rows) if row.kind == kind]
         if not mine:
             raise UsageError(
                 f"no measured step has {kind} work; measure again with a larger --budget or --max-model-len"
             )
         fmt = GEMM_FORMATS[gemm_format if kind == "gemm" else "bfloat16"]
-        hw = hardware(facts, fmt, head_dim=shape.head_dim)
+        hw = hardware(facts, fmt, kv_bytes=kv_bytes, head_dim=shape.head_dim)
         fits[kind] = _fit(kind, mine, hw, shape, wander, options, steady)
-    hw = hardware(facts, head_dim=shape.head_dim)
+    hw = hardware(facts, kv_bytes=kv_bytes, head_dim=shape.head_dim)
     beside = _mixed_rows(steady, shape, Kernel("prefill", fits["prefill"], hw), rounds)
     mixed = {kv_dtype: _fit("decode_mixed", beside, hw, shape, wander, options, steady)} if beside else {}
+    sums = [row for row in rows if row.kind == "all_reduce"]
+    # The LM head stays in 16 bit whatever the layers' format.
+    plain = (
+        {}
+        if gemm_format == "bfloat16"
+        else {"bfloat16": _fit("gemm", head, hw, shape, wander, options, steady)}
+    )
     return DeviceProfile(
         schema=SCHEMA,
         facts=facts,
-        gemm={gemm_format: fits["gemm"]},
+        all_reduce=_fit("all_reduce", sums, hw, shape, wander, options, steady) if sums else None,
+        gemm={gemm_format: fits["gemm"]} | plain,
         prefill={kv_dtype: fits["prefill"]},
         decode={kv_dtype: fits["decode"]},
         decode_mixed=mixed,
@@ -160,6 +172,13 @@ def fit_steps(
         host=host,
         provenance=provenance,
     )
+
+
+def _without_head(rows: list[Row], shape: ModelShape) -> tuple[list[Row], list[Row]]:
+    """All rows but the LM head's, and the LM head's."""
+    gemm = shape.lm_head_gemm()
+    head = [row for row in rows if row.kind == "gemm" and row.point[0] == (gemm.n, gemm.k)]
+    return [row for row in rows if row not in head], head
 
 
 def _fit(
@@ -257,17 +276,22 @@ def _longest_share(store: Store, decode: Kernel, shape: ModelShape) -> float:
     return round(float(np.clip(np.median(found), 0.0, 2.0)), 3) if found else 0.0
 
 
-def fastest(store: Store, shape: ModelShape) -> tuple[float, float]:
+def fastest(
+    store: Store, shape: ModelShape, *, gemm_format: str = "bfloat16", kv_dtype: str = "bfloat16"
+) -> tuple[float, float]:
     """(FLOP/s, weight and KV bytes/s) that any measured part reached."""
+    head = shape.lm_head_gemm()
+    kv_bytes = KV_FORMATS[kv_dtype].element_bytes(shape.head_dim)
     flops, read = 0.0, 0.0
     for row in rows_of(store, shape):
         if row.kind == "gemm":
             (n, k), (m,) = row.point
             flops = max(flops, 2.0 * n * k * m / row.seconds)
-            read = max(read, n * k * 2.0 / row.seconds)
+            fmt = GEMM_FORMATS["bfloat16" if (n, k) == (head.n, head.k) else gemm_format]
+            read = max(read, n * k * fmt.weight_bytes / row.seconds)
         elif row.kind == "decode":
             (_, kv_heads), (batch, context) = row.point
-            read = max(read, batch * context * kv_heads * shape.head_dim * 4.0 / row.seconds)
+            read = max(read, batch * context * kv_heads * shape.head_dim * 2.0 * kv_bytes / row.seconds)
         elif row.kind == "prefill":
             (heads, _), (batch, tokens, before) = row.point
             pairs = batch * (tokens * before + tokens * (tokens + 1) / 2.0)
@@ -275,10 +299,16 @@ def fastest(store: Store, shape: ModelShape) -> tuple[float, float]:
     return flops, read
 
 
-def table_rows(rows: Iterable[Row], head_dim: int, dtype: str = "bfloat16") -> list[dict[str, object]]:
+def table_rows(
+    rows: Sequence[Row], shape: ModelShape, *, gemm_format: str = "bfloat16", kv_dtype: str = "bfloat16"
+) -> list[dict[str, object]]:
     """Samples as rows of our own microbenchmark table (`calibration.bench_table`)."""
     out: list[dict[str, object]] = []
+    _, head = _without_head(list(rows), shape)
     for row in rows:
+        dtype = gemm_format if row.kind == "gemm" and row not in head else "bfloat16"
+        if row.kind in ("prefill", "decode"):
+            dtype = kv_dtype
         _, _, shape_axes, grid_axes = FORMULAS[row.kind]
         cells = dict(zip((*shape_axes, *grid_axes), (*row.point[0], *row.point[1]), strict=True))
         out.append(
@@ -286,7 +316,7 @@ def table_rows(rows: Iterable[Row], head_dim: int, dtype: str = "bfloat16") -> l
                 "kind": row.kind,
                 "dtype": dtype,
                 **cells,
-                **({"head_dim": head_dim} if row.kind in ("prefill", "decode") else {}),
+                **({"head_dim": shape.head_dim} if row.kind in ("prefill", "decode") else {}),
                 "latency_s": row.seconds,
                 "repeats": row.repeats,
                 "noise": round(row.spread, 5),

@@ -21,7 +21,7 @@ from realengine.batch import Batch, LayerCache
 from realengine.cuda import Uploads
 from realengine.inputs import Moves, StepInputs
 from realengine.models import HeadNorms, Model
-from realengine.ops import Attend, Linear, Ops
+from realengine.ops import Attend, Linear, Ops, Weight
 from realengine.runner import StepRunner
 from realengine.seats import Draws
 
@@ -117,7 +117,7 @@ class _TimedOps:
         self.add_norm = watch.timed("norm", ops.add_norm)
         self.silu_mul = watch.timed("act", ops.silu_mul)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         return self._ops.linear(weight, bias)
 
     def attention(self, batch: Batch, num_heads: int, num_kv_heads: int) -> Attend:
@@ -160,7 +160,7 @@ def watched(model: Model, watch: Watch) -> Model:
         layers=layers,
         head=watch.timed("lm_head", weights.head),
     )
-    return Model(model.architecture, timed, _TimedOps(model.ops, watch), model.ranks)
+    return Model(model.architecture, timed, _TimedOps(model.ops, watch), model.ranks, model.kv_cache_dtype)
 
 
 class StepBench:
@@ -214,7 +214,7 @@ class StepBench:
 
     def run(self, what: Composition) -> dict[str, float]:
         """Seconds of one such step by `PARTS`, and `total`."""
-        inputs, draws = self._inputs(what), _greedy(what.num_sampled)
+        inputs, draws = self.inputs(what), _greedy(what.num_sampled)
         if self._uploads is None:
             parts, total_s = self._run_cpu(inputs, draws)
         else:  # pragma: no cover - needs a GPU
@@ -264,7 +264,8 @@ class StepBench:
             torch.cuda.synchronize(self._device)
         return self._watch.take(), self._watch.between(begun, ended)
 
-    def _inputs(self, what: Composition) -> StepInputs:
+    def inputs(self, what: Composition) -> StepInputs:
+        """Such a step as the engine would describe it: random tokens, pages in a row from anywhere."""
         new = np.array([1] * len(what.decodes) + [tokens for tokens, _ in what.chunks])
         end = np.array([*what.decodes, *(tokens + before for tokens, before in what.chunks)])
         size = self._page_tokens

@@ -43,11 +43,13 @@ if [[ $DEVICE == cpu ]]; then
   "$PYTHON" scripts/small_model.py --tiny "$OUT/model" || exit 2
   SIZE=(--max-num-seqs 4 --max-num-batched-tokens 64 --max-model-len 128)
   TRAFFIC=(--num-prompts 8 --random-input-len 24 --random-output-len 8 --random-prefix-len 16)
+  CROWD=(--requests 4 --prompt-tokens 16 --new-tokens 8)
   BUDGET=8s LOADS=0.5,0.8
 else
   MODEL=${MODEL:-llama-3.1-8b}
   SIZE=(--max-num-seqs 64 --max-num-batched-tokens 2048 --max-model-len 4096)
   TRAFFIC=(--num-prompts 96 --random-input-len 512 --random-output-len 64 --random-prefix-len 128)
+  CROWD=(--requests 64 --prompt-tokens 256 --new-tokens 64)
   BUDGET=70s LOADS=0.3,0.6,0.8,0.9
 fi
 ((QUICK)) && FAST=(--quick) || FAST=()
@@ -85,6 +87,8 @@ INTERLEAVE=--no-interleave
 [[ $DEVICE == cpu ]] && INTERLEAVE=--interleave
 stage live 150 "$PYTHON" -m tokentwin validate "$OUT/profile.json" --live --device "$DEVICE" --model "$MODEL" \
   --load-format dummy --sweep-load "$LOADS" $INTERLEAVE "${SIZE[@]}" "${TRAFFIC[@]}" -o "$OUT/live"
+stage transformers 75 "$PYTHON" scripts/against_transformers.py --device "$DEVICE" --model "$MODEL" "${CROWD[@]}" \
+  --json "$OUT/against_transformers.json"
 stage speculation 60 "$PYTHON" scripts/speculation.py --device "$DEVICE" --model "$MODEL"
 
 "$PYTHON" scripts/on_gpu_summary.py "$OUT" --device "$DEVICE" | tee "$OUT/summary.txt"

@@ -49,9 +49,12 @@ def _bench(folder: Path) -> list[str]:
         f"{ceiling['product_tflops']:.2f} TFLOP/s; share of the roofline, and time against a peer's"
     ]
     for f in found["kernels"]:
-        peer = "" if f["peer_ms"] is None else f"{f['peer']}: {f['peer_ms'] / f['ms']:.2f}x ours"
-        out.append(f"  {f['name'][:40]:<42}{f['share']:>7.1%}  {peer}")
-    return [*out, "  FlashInfer: no adapter in the benchmark yet, so not compared", ""]
+        times = ((f["peer"], f["peer_ms"]), ("FlashInfer", f.get("flashinfer_ms")))
+        peers = ", ".join(f"{name}: {ms / f['ms']:.2f}x ours" for name, ms in times if ms is not None)
+        out.append(f"  {f['name'][:40]:<42}{f['share']:>7.1%}  {peers}")
+    if all(f.get("flashinfer_ms") is None for f in found["kernels"]):
+        out.append("  FlashInfer: not installed (or no GPU), so not compared")
+    return [*out, ""]
 
 
 def _speed(folder: Path) -> list[str]:
@@ -64,6 +67,11 @@ def _speed(folder: Path) -> list[str]:
         f"{r['share_of_bandwidth']:>8.1%} of bandwidth{r['share_of_arithmetic']:>8.1%} of FLOPs"
         for r in found["steps"]
     ]
+    if rival := _read(folder / "against_transformers.json"):
+        out.append(
+            f"  {rival['requests']} requests at once: {rival['tokens_per_s']:,.0f} tokens/s, "
+            f"{rival['ratio']:.2f} times transformers {rival['transformers']}"
+        )
     return [*out, ""]
 
 

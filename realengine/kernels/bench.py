@@ -1,9 +1,10 @@
 """How fast the kernels are: time against the floor set by bytes and operations, and against PyTorch's own.
 
 `python -m realengine.kernels.bench` first measures the two ceilings of the device (a large copy, a large bfloat16
-product), then every kernel at Llama-3.1-8B's shapes. Share = floor / time, where the floor is the larger of the bytes a
-kernel must move over the copy bandwidth and the operations it must do over the product rate. `--tune` first times the
-tiles of each kernel and keeps the best on disk. With `--device cpu` the references run, which checks the benchmark.
+product), then every kernel at Llama-3.1-8B's shapes (beside FlashInfer's attention where that is installed). Share =
+floor / time, where the floor is the larger of the bytes a kernel must move over the copy bandwidth and the operations
+it must do over the product rate. `--tune` first times the tiles of each kernel and keeps the best on disk. With
+`--device cpu` the references run, which checks the benchmark.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Figure:
     tflops: float
     peer: str | None
     peer_ms: float | None
+    flashinfer_ms: float | None = None
 
 
 def seconds(run: Callable[[], object], device: torch.device, *, quick: bool) -> float:
@@ -100,7 +102,9 @@ def measure(case: Case, ceiling: Ceilings, device: torch.device, *, quick: bool)
     by_bytes = case.bytes / (ceiling.copy_gb_s * 1e9)
     by_operations = case.operations / (ceiling.product_tflops * 1e12)
     floor = max(by_bytes, by_operations)
-    peer_ms = None if case.peer is None else seconds(case.peer, device, quick=quick) * 1e3
+    peer_ms, flashinfer_ms = (
+        None if run is None else seconds(run, device, quick=quick) * 1e3 for run in (case.peer, case.library)
+    )
     return Figure(
         case.name,
         took * 1e3,
@@ -111,6 +115,7 @@ def measure(case: Case, ceiling: Ceilings, device: torch.device, *, quick: bool)
         case.operations / took / 1e12,
         case.peer_name,
         peer_ms,
+        flashinfer_ms,
     )
 
 
@@ -142,7 +147,8 @@ def table(figures: list[Figure]) -> str:
     """A row per kernel."""
     rows = [f"{'kernel':<46}{'ms':>9}{'share':>8}{'of':>12}{'GB/s':>8}{'TFLOP/s':>9}  peer"]
     for f in figures:
-        peer = "" if f.peer_ms is None else f"{f.peer} {f.peer_ms:.3f} ms, {f.peer_ms / f.ms:.2f}×"
+        peers = ((f.peer, f.peer_ms), ("FlashInfer", f.flashinfer_ms))
+        peer = "; ".join(f"{name} {ms:.3f} ms, {ms / f.ms:.2f}×" for name, ms in peers if ms is not None)
         rows.append(
             f"{f.name:<46}{f.ms:>9.3f}{f.share:>8.1%}{f.bound:>12}{f.gb_s:>8.0f}{f.tflops:>9.2f}  {peer}"
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from realengine.kernels import operators
+from realengine.kernels.bench_peers import decode_peer, prefill_peer
 from realengine.kernels.kv_quant_ref import quantize_kv
 from realengine.kernels.quant_gemm_ref import quantize_int4, quantize_int8
 
@@ -40,6 +41,8 @@ class Case:
     peer_name: str | None = None
     peer: Callable[[], object] | None = None
     tunable: Tunable | None = None
+    library: Callable[[], object] | None = None
+    """The same work by FlashInfer."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ def decode_case(shape: Shape, device: torch.device, sequences: int, context: int
         "SDPA" if peer else None,
         peer,
         tunable,
+        decode_peer(q, k, v, table, context) if bits == 16 else None,
     )
 
 
@@ -191,6 +195,7 @@ def prefill_case(
         "SDPA" if peer else None,
         peer,
         tunable,
+        prefill_peer(q, k, v, table, starts, context) if bits == 16 else None,
     )
 
 

@@ -96,7 +96,7 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 
 def test_watching_a_step_does_not_change_what_it_computes() -> None:
     bench = prepare(PLAN, SOURCE)
-    inputs = bench.steps._inputs(Composition((5, 9), ((8, 4),)))
+    inputs = bench.steps.inputs(Composition((5, 9), ((8, 4),)))
     from calibration.microbench_steps import _greedy
 
     plain = bench.runner.step.run(inputs, _greedy(3), torch.from_numpy)  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +28,13 @@ def device(
     budget: Annotated[str, Parameter(help="Time to measure, such as 90s or 8m.")] = "8m",
     load_format: Annotated[str, Parameter(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, Parameter(help="auto, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[
+        str | None,
+        Parameter(help="Weights to measure with: int8_wo, int4_wo, fp8 or fp8_block; 16 bit by default."),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str, Parameter(help="KV cache to measure with: auto, int8, int4 or fp8.")
+    ] = "auto",
     max_num_seqs: Annotated[int, Parameter(help="Largest batch to measure.")] = 16,
     max_num_batched_tokens: Annotated[int, Parameter(help="Most tokens in a step.")] = 512,
     max_model_len: Annotated[int, Parameter(help="Longest context.")] = 1024,
@@ -56,6 +63,7 @@ def device(
         raise UsageError(f"--output {output}: a profile is a .json file")
     try:
         from calibration.device_calibrate import Plan, calibrate
+        from calibration.pinning import pinned
         from realengine.build import EngineOptions
     except ModuleNotFoundError as error:
         raise UsageError(
@@ -64,10 +72,17 @@ def device(
     with writable(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     options = EngineOptions(
-        model, load_format=load_format, dtype=dtype, device=device, enforce_eager=enforce_eager
+        model,
+        load_format=load_format,
+        dtype=dtype,
+        device=device,
+        enforce_eager=enforce_eager,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
     plan = Plan(options, max_num_seqs, max_num_batched_tokens, max_model_len, budget_s=seconds, rounds=rounds)
-    with _bar() as progress:
+    on_cpu = options.torch_device().type == "cpu"
+    with _bar() as progress, pinned() if on_cpu else nullcontext():
         done = calibrate(plan, output, progress=progress, say=_say)
     text = wrapped(render_profile(done.profile))
     notes = "\n".join(f"- {note}" for note in done.notes)

@@ -6,6 +6,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ LIVE = (
 WORKLOAD = tuple(
     flag for flag in TRAFFIC if flag.name not in ("request_rate", "max_concurrency", "input_len")
 )
-_ENGINE = ("model", "dtype", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "enforce_eager")
+_LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+_ENGINE = ("model", "dtype", *_LIMITS, "enforce_eager", "quantization", "kv_cache_dtype")
 
 
 def run_live(profile: str | None, given: Mapping[str, Any]) -> int:
@@ -36,6 +38,7 @@ def run_live(profile: str | None, given: Mapping[str, Any]) -> int:
     from calibration.device_calibrate import Plan, prepare
     from calibration.live import Live, validate_live
     from calibration.microbench_run import Store
+    from calibration.pinning import pinned
     from costmodel.profile import load_profile
     from experiments.live_report import live_lines, save_live
     from realengine.build import EngineOptions
@@ -55,6 +58,8 @@ def run_live(profile: str | None, given: Mapping[str, Any]) -> int:
         dtype=given.get("dtype", "auto"),
         device=given.get("device", "auto"),
         enforce_eager=bool(given.get("enforce_eager")),
+        quantization=given.get("quantization"),
+        kv_cache_dtype=given.get("kv_cache_dtype", "auto"),
     )
     loads = parse_loads(given.get("sweep_load", "0.3,0.6,0.8,0.9"))
     on_cpu = options.torch_device().type == "cpu"
@@ -64,10 +69,10 @@ def run_live(profile: str | None, given: Mapping[str, Any]) -> int:
     interleave = bool(given.get("interleave", on_cpu))
     name = profile or given.get("profile")
     known_profile = load_profile(name) if name is not None else None
-    limits = {field: given[field] for field in _ENGINE[2:5] if field in given}
+    limits = {field: given[field] for field in _LIMITS if field in given}
     bench = prepare(Plan(options, **limits))
     folder = Path(given["output"]) if "output" in given else None
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, pinned() if clock == "cpu" else nullcontext():
         base = folder if folder is not None else Path(scratch)
         live = Live(bench, Store(bench.header()), base / "twin", clock=clock, profile=known_profile, say=_say)
         report = validate_live(
