@@ -193,6 +193,8 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     key = text.lower().replace("-", "").replace("_", "").replace(" ", "").removesuffix("sxm")
     if key in known:
         return _shipped(key)
+    if path.is_dir():
+        raise UsageError(f"--gpu {text}: is a folder; name the profile file in it")
     if path.suffix == ".json":
         raise UsageError(f"--gpu {text}: no such file")
     raise UsageError(

@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "calibrate fit table.csv": ("--device", "h200", "-o", "h.json"),
     "calibrate from-metrics run.json": ("--profile", "h200", "-o", "h.json", *MODEL),
     "compare a b": (*MODEL, "--seed", "3", "-o", "out"),
-    "diagnose run": ("--seed", "3"),
+    "diagnose run": MODEL,
     "explore results": ("-o", "page.html", "--price", "h200=3.5"),
     "policy-test my_module:MyPolicy": ("--seed", "3"),
     "report a": ("-o", "page.html"),
