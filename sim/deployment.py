@@ -117,8 +117,8 @@ class Deployment(BaseModel):
     async_scheduling: bool | None = None
     """Plan the next step while the current one runs; on by default under policy chunked, as in vLLM."""
     speculative_config: dict[str, Any] | str | None = None
-    """Speculative decoding, as vLLM's JSON: {"method": "ngram", "num_speculative_tokens": 4, "acceptance": 0.7}; methods
-    ngram, draft_model, self and lookahead. "acceptance" is what the twin assumes of drafts."""
+    """Speculative decoding, as vLLM's JSON: {"method": "ngram", "num_speculative_tokens": 4}; for the twin also with
+    "acceptance": 0.7, or as docs/speculation.md says."""
     semantics: Literal["vllm-0.33", "vllm-2025"] = "vllm-0.33"
     """Which vLLM V1 the scheduler copies: 2025 has no full-prompt gate and queues every freed page last."""
     enforce_eager: bool = False
@@ -188,6 +188,12 @@ def build(deployment: Deployment) -> Built:
                 "cut with --no-enable-chunked-prefill; raise it, lower --max-model-len, or leave chunked prefill on"
             )
         tokens = longest
+    warnings = []
+    if (seats := fitting_seqs(d, seqs, tokens)) < seqs:
+        warnings.append(
+            f"max_num_seqs lowered from {seqs} to {seats}: a step computes at most {seats} tokens, one for each sequence"
+        )
+        seqs = seats
     memory = plan_memory(
         model,
         profile,
@@ -202,7 +208,6 @@ def build(deployment: Deployment) -> Built:
         kv_cache_dtype=d.kv_cache_dtype,
         cuda_graphs=not d.enforce_eager,
     )
-    warnings = []
     drafting = None if d.speculative_config is None else parse_speculative_config(d.speculative_config)
     speculation = None
     if drafting is not None:
@@ -305,6 +310,19 @@ def _swapping(d: Deployment, memory: MemoryPlan, pricer: StepPricer, tokens: int
         return {"swap_pages": pages}
     moved_s = 2 * pricer.page_move_s / d.block_size
     return {"swap_pages": pages, "swap_costs": (moved_s, *recompute_coefficients(pricer, min(1024, tokens)))}
+
+
+def fitting_seqs(d: Deployment, default: int, tokens: int) -> int:
+    """How many sequences may run at once where a step computes `tokens`: a default is lowered to that, as vLLM does.
+
+    Raises `UsageError` for a number that was given and is higher, as vLLM does.
+    """
+    if d.max_num_seqs is not None and d.max_num_seqs > tokens:
+        raise UsageError(
+            f"--max-num-batched-tokens {tokens} is smaller than --max-num-seqs {d.max_num_seqs}, and each running "
+            "sequence takes a token of a step; raise the first or lower the second"
+        )
+    return min(default, tokens)
 
 
 def policy_options(deployment: Deployment) -> dict[str, Any]:
