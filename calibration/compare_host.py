@@ -68,6 +68,10 @@ class GappedPricer:
         """As `StepPricer.host_s`."""
         return self._pricer.host_s(num_seqs, num_tokens)
 
+    def move_s(self, num_pages: int) -> float:
+        """As `StepPricer.move_s`."""
+        return self._pricer.move_s(num_pages)
+
 
 def fit_gaps(*cases: Case, per_seq: bool = False, rounds: int = 4) -> Gaps:
     """The gaps, at least 0, with the smallest squared relative errors of the cases' figures.

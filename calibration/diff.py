@@ -116,6 +116,7 @@ class _Swapped:
 
     def __init__(self, kernel: RecordedPrices, host: RecordedPrices) -> None:
         self.step_s, self.decode_run_s, self.host_s = kernel.step_s, kernel.decode_run_s, host.host_s
+        self.move_s = kernel.move_s
 
 
 def diff(

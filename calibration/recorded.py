@@ -292,6 +292,10 @@ class RecordedPrices:
             self._host_fit = _nonnegative(rows, np.array(list(self._host.values())))
         return float(self._host_fit @ np.array([1.0, num_seqs, num_tokens]))
 
+    def move_s(self, num_pages: int) -> float:
+        """Nothing: recorded times of steps hold what was moved in them."""
+        return 0.0
+
 
 def _mean(values: list[float]) -> float:
     """The mean; of equal values, exactly their value."""

@@ -62,6 +62,9 @@ class Prices(Protocol):
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         """Host seconds of a step."""
 
+    def move_s(self, num_pages: int) -> float:
+        """Seconds of copying KV pages between device and host."""
+
 
 @dataclass(frozen=True, slots=True)
 class Factors:
@@ -152,6 +155,10 @@ class PerturbedPricer:
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         """As `StepPricer.host_s`."""
         return self.factors.host * self.base.host_s(num_seqs, num_tokens)
+
+    def move_s(self, num_pages: int) -> float:
+        """As `StepPricer.move_s`."""
+        return self.base.move_s(num_pages)
 
 
 def spread_of(

@@ -35,6 +35,15 @@ def test_every_mode_answers_everything() -> None:
         assert record.requests.preemptions.sum() > 0, "the cache is not scarce enough to test anything"
 
 
+def test_intervals_price_swapping_too() -> None:
+    """Draws of the profile's errors wrap the price list."""
+    import tokentwin as tt
+
+    options = {**SCARCE, "dataset_name": "random", "random_input_len": 400, "random_output_len": 250}
+    run = tt.simulate(**options, num_prompts=16, request_rate=100, preemption_mode="swap", replications=3)
+    assert run.record.requests.preemptions.sum() > 0
+
+
 def test_swapping_costs_what_the_bytes_take() -> None:
     """Two runs with different links have the same schedule; their device times differ by bytes over rates."""
     built = build(Deployment(**SCARCE, preemption_mode="swap"))
