@@ -69,9 +69,11 @@ function scatter(points, x, y, changes) {
   return {type: "scatter", mode: "markers", x: points.map(i => value(x, i)), y: points.map(i => value(y, i)),
           customdata: points, text: points.map(i => hover(i, x, y)), hovertemplate: "%{text}<extra></extra>", ...changes};
 }
-function ring(x, y) {
-  return {type: "scatter", mode: "markers", name: "chosen", x, y, hoverinfo: "skip", showlegend: false,
-          marker: {symbol: "circle-open", size: 19, color: ink(), line: {width: 3, color: ink()}}};
+// A frame around the chosen point: an annotation, so that choosing another one does not draw the points again.
+function frame(x, y, axes, logs) {
+  const place = (v, log) => log ? Math.log10(v) : v;
+  return {x: place(x, logs[0]), y: place(y, logs[1]), ...axes, text: "", width: 12, height: 12, showarrow: false,
+          bordercolor: ink(), borderwidth: 3, borderpad: 2, captureevents: false};
 }
 
 function drawFront() {
@@ -87,19 +89,37 @@ function drawFront() {
     scatter(edge, S.x, S.y, {name: kept.length ? "front of those" : "front of all", mode: "lines+markers",
       line: {color: C.orange, width: 2}, marker: {symbol: "diamond", size: many + 3, color: C.orange}}),
   ];
-  if (S.selected !== null) traces.push(ring([value(S.x, S.selected)], [value(S.y, S.selected)]));
   const shapes = [], mx = limitNear(S.x), my = limitNear(S.y);
   if (mx !== null) shapes.push(dashed({x0: mx, x1: mx, yref: "paper", y0: 0, y1: 1}));
   if (my !== null) shapes.push(dashed({y0: my, y1: my, xref: "paper", x0: 0, x1: 1}));
-  draw("plot-front", traces, {height: narrow() ? 380 : 430, hovermode: "closest", shapes,
+  draw("plot-front", traces, {height: narrow() ? 380 : 430, hovermode: "closest", shapes, annotations: chosen(),
     xaxis: axisOf(S.x, all(S.x)), yaxis: axisOf(S.y, all(S.y))});
   return edge;
 }
 
+function chosen() {
+  const i = S.selected, all = key => DONE.map(j => value(key, j));
+  if (i === null || !known(value(S.x, i)) || !known(value(S.y, i))) return [];
+  return [frame(value(S.x, i), value(S.y, i), {xref: "x", yref: "y"}, [spans(all(S.x)) === "log", spans(all(S.y)) === "log"])];
+}
+function moveFrame() {
+  const layout = $("plot-front").layout, now = chosen();
+  if (!layout) return;
+  if (now.length && layout.annotations.length) Plotly.relayout("plot-front", {"annotations[0].x": now[0].x, "annotations[0].y": now[0].y});
+  else Plotly.relayout("plot-front", {annotations: now});
+}
+
+// Doubling values such as 512, 1024, 2048 are even on a logarithmic axis.
+function spacing(values) {
+  const uneven = of => {
+    const gaps = values.slice(1).map((v, n) => of(v) - of(values[n]));
+    return Math.max(...gaps) / Math.min(...gaps);
+  };
+  return values.length > 2 && values[0] > 0 && uneven(Math.log) < uneven(v => v) ? "log" : "linear";
+}
 function knobAxis(k) {
   if (!k.numeric) return {type: "category", title: {text: k.label}};
-  const axis = {title: {text: k.label}, type: spans(k.values)};
-  const ticks = k.values.filter(known);
+  const ticks = k.values.filter(known), axis = {title: {text: k.label}, type: spacing(ticks)};
   if (axis.type === "log" || ticks.length <= 5) Object.assign(axis, {tickmode: "array", tickvals: ticks, ticktext: ticks.map(fmt)});
   return axis;
 }
@@ -107,9 +127,19 @@ function knobX(k, i) {
   const v = k.values[at(k.key, i)];
   return k.numeric ? v : knobText(k.key, at(k.key, i));
 }
+// Of points that lie on one another in a small picture, one.
+function sparse(k) {
+  const log = spans(DONE.map(i => value(S.metric, i))) === "log", of = v => log ? Math.log(v) : v, seen = new Map();
+  const values = DONE.map(i => value(S.metric, i)).filter(known).map(of), low = Math.min(...values), wide = Math.max(...values) - low || 1;
+  for (const i of DONE) {
+    const v = value(S.metric, i);
+    if (known(v)) seen.set(`${at(k.key, i)} ${Math.round((of(v) - low) / wide * 30)}`, i);
+  }
+  return [...seen.values()];
+}
 function drawSlices() {
   const columns = narrow() ? 1 : D.knobs.length === 4 ? 2 : Math.min(3, D.knobs.length), rows = Math.ceil(D.knobs.length / columns);
-  const traces = [], layout = {height: 70 + 240 * rows, showlegend: false, hovermode: "closest", shapes: []};
+  const traces = [], layout = {height: 70 + 240 * rows, showlegend: false, hovermode: "closest", shapes: [], annotations: []};
   const every = DONE.map(i => value(S.metric, i)), type = spans(every), limit = limitNear(S.metric);
   D.knobs.forEach((k, n) => {
     const row = Math.floor(n / columns), column = n % columns, number = n ? n + 1 : "";
@@ -121,7 +151,7 @@ function drawSlices() {
     layout["yaxis" + number] = {...axisOf(S.metric, every), title: {text: label(S.metric)}, domain: domain.y, anchor: axes.xaxis,
                                 ...(n ? {matches: "y"} : {}), ...(column ? {title: {text: ""}} : {})};
     const line = S.selected === null ? [] : sameBut(S.selected, k.key).sort((a, b) => at(k.key, a) - at(k.key, b));
-    const rest = DONE.length > line.length ? DONE : [];
+    const rest = DONE.length > line.length ? sparse(k) : [];
     const put = (points, changes) => traces.push({...scatter(points, S.metric, S.metric, changes),
       x: points.map(i => knobX(k, i)), y: points.map(i => value(S.metric, i)), ...axes});
     put(rest, {marker: {size: 4, color: C.faint}});
@@ -130,8 +160,9 @@ function drawSlices() {
                  marker: {size: 8, color: line.map(i => broken(i).length ? C.grey : main()),
                           symbol: line.map(i => broken(i).length ? "x" : "circle")}});
     }
-    if (S.selected !== null && !D.error[S.selected]) {
-      traces.push({...ring([knobX(k, S.selected)], [value(S.metric, S.selected)]), ...axes});
+    if (S.selected !== null && known(value(S.metric, S.selected))) {
+      layout.annotations.push(frame(knobX(k, S.selected), value(S.metric, S.selected),
+        {xref: axes.xaxis, yref: axes.yaxis}, [layout["xaxis" + number].type === "log", type === "log"]));
     }
     if (limit !== null) layout.shapes.push(dashed({xref: axes.xaxis + " domain", yref: axes.yaxis, x0: 0, x1: 1, y0: limit, y1: limit}));
   });

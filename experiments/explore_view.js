@@ -208,30 +208,45 @@ function allPoints() {
     key => { sorted.up = sorted.key === key ? !sorted.up : true; sorted.key = key; allPoints(); });
 }
 
-let pending = null;
-function soon(limitsToo) {
-  pending = {limits: limitsToo || (pending && pending.limits), frame: pending ? pending.frame : requestAnimationFrame(refresh)};
+// What must be drawn again, and whether the promises, the front or the choice moved. Pictures out of sight wait.
+const stale = new Set(), seen = new Set();
+let pending = null, timer = 0;
+function soon(more) {
+  if (!pending) requestAnimationFrame(refresh);
+  pending = {more: more || (pending && pending.more)};
 }
 function changed() { D.limits_moved = true; verdicts = []; price(); soon(true); }
 function refresh() {
-  const {limits} = pending || {limits: true};
+  const more = pending ? pending.more : true;
   pending = null;
   const point = answer();
-  if (S.selected === null) S.selected = point;
+  const first = S.selected === null;
+  if (first) S.selected = point;
   showPoint();
+  if (more || first) stale.add("front").add("money");
+  else if (!stale.has("front")) moveFrame();
+  stale.add("slices").add("heat").add("every");
+  // A slider that moves gets its words at once and the pictures when it rests.
+  clearTimeout(timer);
+  timer = setTimeout(drawStale, first ? 0 : 60);
+}
+const DRAW = {front: frontAndTable, slices: drawSlices, heat: drawHeat, money: moneyAndTable, every: allPoints};
+function drawStale(all) {
+  for (const name of Object.keys(DRAW)) {
+    if ($(name).hidden || !stale.has(name) || !(all === true || seen.has(name))) continue;
+    stale.delete(name);
+    DRAW[name]();
+  }
+}
+function frontAndTable() {
   const edge = drawFront();
   table("front-table", [[null, "Point"], [null, FIGURE[S.x].label], [null, FIGURE[S.y].label], [null, "Settings"]],
     edge.slice(0, 60).map(i => [i, shown(S.x, value(S.x, i)), shown(S.y, value(S.y, i)), named(i)]));
   $("front-count").textContent = `The ${edge.length} points on the front`;
-  drawSlices();
-  if ($("heat").hidden === false) drawHeat();
-  if (limits && $("money").hidden === false) {
-    const rows = drawMoney();
-    table("money-table", [[null, "Point"], [null, "Capacity"], [null, "$ per hour"], [null, "Configuration"]],
-      rows.slice(0, 12).map(c => [c.point, (c.open ? "≥ " : "") + fmt(c.load), "$" + c.usd.toFixed(2),
-        named(c.point, D.load)]));
-  }
-  allPoints();
+}
+function moneyAndTable() {
+  table("money-table", [[null, "Point"], [null, "Capacity"], [null, "$ per hour"], [null, "Configuration"]],
+    drawMoney().slice(0, 12).map(c => [c.point, (c.open ? "≥ " : "") + fmt(c.load), "$" + c.usd.toFixed(2), named(c.point, D.load)]));
 }
 
 function start() {
@@ -245,8 +260,8 @@ function start() {
   S.x = first("p95_ttft_ms", "mean_ttft_ms"); S.y = first(S.objective === S.x ? "output_throughput" : S.objective);
   S.metric = S.x; S.heat.metric = S.x;
   options("objective", judged, S.objective, v => { S.objective = v; soon(true); });
-  options("front-x", judged, S.x, v => { S.x = v; soon(false); });
-  options("front-y", judged, S.y, v => { S.y = v; soon(false); });
+  options("front-x", judged, S.x, v => { S.x = v; soon(true); });
+  options("front-y", judged, S.y, v => { S.y = v; soon(true); });
   options("slice-y", every, S.metric, v => { S.metric = v; soon(false); });
   $("saturated").onchange = () => { S.saturatedMisses = $("saturated").checked; changed(); };
   if (!D.words.load) $("saturated").closest("label").hidden = true;
@@ -287,6 +302,12 @@ function start() {
   if (asked !== undefined) S.selected = asked;
   addEventListener("hashchange", () => { const i = ALL.find(j => "#" + D.number[j] === location.hash); if (i !== undefined) select(i); });
   nightly.addEventListener("change", () => soon(true));
+  beforePaper = () => drawStale(true);
+  const near = new IntersectionObserver(entries => {
+    for (const entry of entries) seen[entry.isIntersecting ? "add" : "delete"](entry.target.id);
+    drawStale();
+  }, {rootMargin: "1200px"});
+  for (const name of Object.keys(DRAW)) near.observe($(name));
   let wide = narrow();
   addEventListener("resize", () => { if (narrow() !== wide) { wide = narrow(); soon(true); } });
   refresh();

@@ -24,8 +24,10 @@ function paintAll(night) { document.querySelectorAll(".js-plotly-plot").forEach(
 
 const PAPER_PX = 650;  // what A4 and Letter leave a plot
 let printing = false;
+let beforePaper = () => {};  // a page that draws late draws the rest here
 function forPaper(on) {
   printing = on;
+  if (on) beforePaper();
   if (nightly.matches) paintAll(!on);
   document.querySelectorAll(".js-plotly-plot").forEach(plot => {
     if (on) {
