@@ -1,0 +1,1 @@
+"""Policies of this project in other engines."""
