@@ -10,13 +10,12 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from experiments.results import writable
 from experiments.spans import Span, Value
 from serving.errors import TokenTwinError, UsageError
 
@@ -53,19 +52,34 @@ def write_otlp_file(
 ) -> int:
     """Write traces as OTLP JSON lines and return how many there were. Raises UsageError when it cannot be written."""
     count = 0
-    with writable(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8", newline="\n") as out:
-            spans: list[Span] = []
-            for trace in traces:
-                count += 1
-                spans += trace
-                if len(spans) >= LINE_SPANS - 8:
-                    out.write(otlp_line(spans, resource, version))
-                    spans = []
-            if spans:
+    with _said(path), path.open("w", encoding="utf-8", newline="\n") as out:
+        spans: list[Span] = []
+        for trace in traces:
+            count += 1
+            spans += trace
+            if len(spans) >= LINE_SPANS - 8:
                 out.write(otlp_line(spans, resource, version))
+                spans = []
+        if spans:
+            out.write(otlp_line(spans, resource, version))
     return count
+
+
+def check_otlp_file(path: Path) -> None:
+    """Make the file where there is none yet. Raises UsageError where that cannot be."""
+    with _said(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"--otlp-file {path}: cannot be written ({error.strerror or error}); choose another"
+        ) from None
 
 
 def otlp_line(spans: Iterable[Span], resource: Mapping[str, Value], version: str) -> str:

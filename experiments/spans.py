@@ -98,13 +98,17 @@ def make_spans(
     *,
     parent_id: str = "",
     error: str = "",
+    salt: str = "",
 ) -> list[Span]:
-    """The request's span, then its stages. `origin_ns` is the Unix time at which the moments' clock was 0."""
+    """The request's span, then its stages. `origin_ns` is the Unix time at which the moments' clock was 0.
+
+    `salt` keeps the ids of several requests in one trace apart.
+    """
 
     def at(time_s: float) -> int:
         return origin_ns + round(time_s * 1e9)
 
-    root = digest(trace_id, REQUEST, parent_id)
+    root = digest(trace_id, REQUEST, parent_id, salt)
     events = (
         (("first_token", at(moments.received_first_s)),) if not math.isnan(moments.received_first_s) else ()
     )
@@ -123,7 +127,7 @@ def make_spans(
         )
     ]
     for name, (start_s, end_s) in moments.stages().items():
-        span_id = digest(trace_id, name, parent_id)
+        span_id = digest(trace_id, name, parent_id, salt)
         spans.append(Span(name, trace_id, span_id, root, INTERNAL, at(start_s), at(max(start_s, end_s))))
     return spans
 

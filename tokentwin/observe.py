@@ -43,6 +43,10 @@ class Observers:
             )
         if ratio is not None and not 0 < ratio <= 1:
             raise UsageError(f"--otlp-traces-sample-ratio must lie above 0 and up to 1, got {ratio:g}")
+        if file is not None:
+            from experiments.otlp import check_otlp_file
+
+            check_otlp_file(file)
         if endpoint is not None:
             from experiments.otlp import make_exporter
 
@@ -80,7 +84,10 @@ class Observers:
         from experiments.spans import run_spans
 
         clock = "real" if record.meta.get("real") else "simulated"
-        facts: dict[str, Value] = {"tokentwin.clock": clock, "tokentwin.seed": int(record.meta.get("seed") or 0)}
+        facts: dict[str, Value] = {
+            "tokentwin.clock": clock,
+            "tokentwin.seed": int(record.meta.get("seed") or 0),
+        }
         resource, start_ns = resource_attributes(VERSION, **facts), origin_ns(record.end_s)
         count, paths = 0, []
         if self.otlp_file is not None:

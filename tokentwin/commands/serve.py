@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from serving.errors import UsageError
 from tokentwin.config_file import print_config, with_config
-from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT
+from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT, OBSERVE
 from tokentwin.flags import Flag, takes
 from tokentwin.job import make_deployment
+from tokentwin.observe import Observers
 
 if TYPE_CHECKING:
     from tokentwin.server.backend import Backend
+    from tokentwin.server.tracing import Tracing
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 KEY_VARIABLE = "TOKENTWIN_API_KEY"
@@ -43,7 +45,8 @@ SERVER: tuple[Flag, ...] = tuple(
         ("answer_len", int, "Twin: tokens of an answer to a request that sets no max_tokens.", "256"),
     )
 )  # fmt: skip
-SERVE = {flag.name: flag for flag in (*DEPLOYMENT, *SERVER, *CONFIG_FLAGS)}
+SPANS = tuple(flag for flag in OBSERVE if flag.name.startswith("otlp_"))
+SERVE = {flag.name: flag for flag in (*DEPLOYMENT, *SERVER, *SPANS, *CONFIG_FLAGS)}
 """Every flag of `serve` by name."""
 
 TWIN_ONLY = (
@@ -64,7 +67,7 @@ MEASURED_HERE = ("tokenize_us_per_token", "detokenize_us_per_token")
 LEAST = {"stream_interval": 1, "max_waiting": 1, "max_body_mib": 1, "answer_len": 1, "port": 0}
 
 
-@takes(DEPLOYMENT, SERVER, CONFIG_FLAGS)
+@takes(DEPLOYMENT, SERVER, SPANS, CONFIG_FLAGS)
 def serve(**flags: Any) -> int:
     """Serve the OpenAI API: completions, chat, streaming, Prometheus metrics.
 
@@ -91,7 +94,7 @@ def serve(**flags: Any) -> int:
         send_timeout_s=given.get("send_timeout", 30.0),
         max_body_bytes=given.get("max_body_mib", 8) << 20,
     )
-    service = Service(backend, limits)
+    service = Service(backend, limits, make_tracing(given, backend.model))
     listener = bind(given.get("host", "127.0.0.1"), given.get("port", 8000))
     server = make_server(
         service,
@@ -106,6 +109,22 @@ def serve(**flags: Any) -> int:
     sys.stdout.flush()
     server.run(sockets=[listener])
     return 1 if server.cut or backend.failure is not None else 0
+
+
+def make_tracing(given: Mapping[str, Any], model: str) -> Tracing | None:
+    """Where the spans of answers go; None where nobody asked for any."""
+    observers = Observers.of(given)
+    if observers.otlp_file is None and observers.otlp_traces_endpoint is None:
+        return None
+    from tokentwin.server.tracing import Tracing
+
+    return Tracing(
+        model,
+        file=observers.otlp_file,
+        endpoint=observers.otlp_traces_endpoint,
+        sample_ratio=observers.sample_ratio,
+        time_scale=given.get("time_scale", 1.0),
+    )
 
 
 def make_twin(given: Mapping[str, Any]) -> Backend:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -39,6 +41,8 @@ def make_app(service: Service) -> FastAPI:
             yield
         finally:
             await service.backend.stop()
+            if service.tracing is not None:
+                await asyncio.to_thread(service.tracing.close)
 
     app = FastAPI(title="TokenTwin", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Gate, service=service)
@@ -174,7 +178,7 @@ class _Gate:
             return
         headers = dict(scope["headers"])
         request_id = new_request_id(headers.get(b"x-request-id"))
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, came_ns=time.time_ns())
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +21,9 @@ from tokentwin.server.errors import ApiError, json_response
 from tokentwin.server.meters import PrometheusMeters
 from tokentwin.server.schemas import OPEN_ENDED, GenerationBody
 from tokentwin.server.streams import EventStream, read_body, together, unless_gone
+
+if TYPE_CHECKING:
+    from tokentwin.server.tracing import Tracing
 
 _LONG_TEXT = 1 << 15
 """Characters from which tokenising would hold up everybody else, so that it gets a thread."""
@@ -42,8 +46,11 @@ class Limits:
 class Service:
     """One backend and its clients."""
 
-    def __init__(self, backend: Backend, limits: Limits | None = None) -> None:
+    def __init__(
+        self, backend: Backend, limits: Limits | None = None, tracing: Tracing | None = None
+    ) -> None:
         self.backend = backend
+        self.tracing = tracing
         self.limits = limits or Limits()
         self.names = self.limits.names or (backend.model,)
         self.meters = PrometheusMeters(backend, self.names[0])
@@ -96,7 +103,25 @@ class Service:
             raise ApiError("the server is shutting down", 503, headers={"retry-after": "5"})
         name = body.model or self.names[0]
         request_id = f"{'chatcmpl' if chat else 'cmpl'}-{request.scope['state']['request_id']}"
+        submitted_ns = time.time_ns()
         generations = self._submit(request_id, body, sampling, prompts)
+        if self.tracing is not None and (parent := self.tracing.parent(request.headers)) is not None:
+            from tokentwin.server.tracing import TracedGeneration
+
+            generations = [
+                TracedGeneration(
+                    generation,
+                    self.tracing,
+                    parent,
+                    request_id,
+                    len(prompt),
+                    sampling,
+                    chat=chat,
+                    came_ns=request.scope["state"]["came_ns"],
+                    submitted_ns=submitted_ns,
+                )
+                for generation, prompt in zip(generations, prompts, strict=True)
+            ]
         answers = Answers(request_id, name, int(time.time()), chat, prompt_tokens=sum(map(len, prompts)))
 
         def close() -> None:

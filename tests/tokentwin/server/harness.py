@@ -19,6 +19,7 @@ from tokentwin.server.backend import Backend
 from tokentwin.server.plain_codec import PlainCodec
 from tokentwin.server.run import Server, bind, make_server
 from tokentwin.server.service import Limits, Service
+from tokentwin.server.tracing import Tracing
 from tokentwin.server.twin import TwinBackend
 
 MODEL = "llama-3.1-8b"
@@ -56,10 +57,14 @@ def twin(
 
 @contextmanager
 def serving(
-    backend: Backend, limits: Limits | None = None, *, drain_timeout_s: float = 10.0
+    backend: Backend,
+    limits: Limits | None = None,
+    *,
+    drain_timeout_s: float = 10.0,
+    tracing: Tracing | None = None,
 ) -> Iterator[Running]:
     """`backend` behind a real server."""
-    service = Service(backend, limits)
+    service = Service(backend, limits, tracing)
     server = make_server(service, drain_timeout_s=drain_timeout_s)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
