@@ -28,7 +28,7 @@ from calibration.tables import (
     thin,
 )
 from costmodel.datasheet import HOST, device_facts
-from costmodel.formats import GEMM_FORMATS, hardware
+from costmodel.formats import GEMM_FORMATS, KV_FORMATS, hardware
 from costmodel.kernels import FORMULAS
 from costmodel.profile import (
     SCHEMA,
@@ -51,8 +51,6 @@ ALL_REDUCE_PREFERENCE = (
 )
 """Implementations of an all-reduce, the one an engine would use first. `*_eager` rows time the host as
 well."""
-
-KV_BYTES = {"bfloat16": 2.0, "fp8": 1.0}
 
 
 def gemm_samples(tables: Sequence[Table], dtype: str, facts: DeviceFacts) -> Samples:
@@ -104,7 +102,7 @@ def decode_samples(tables: Sequence[Table], kv_dtype: str, facts: DeviceFacts) -
         "decode", tables, kv_dtype, lambda r: (float(r["batch"]), float(r["kv_len"]))
     )
     if len(samples):
-        clean_decode(samples, facts, KV_BYTES[kv_dtype])
+        clean_decode(samples, facts, KV_FORMATS[kv_dtype].element_bytes(samples.head_dim))
     return samples
 
 
@@ -260,7 +258,7 @@ def all_samples(tables: Sequence[Table], facts: DeviceFacts) -> dict[tuple[str, 
     found: dict[tuple[str, str], Samples] = {}
     for dtype in sorted({r["dtype"] for t in of_kind.get("gemm", []) for r in t.rows} & set(GEMM_FORMATS)):
         found["gemm", dtype] = gemm_samples(of_kind["gemm"], dtype, facts)
-    for kv_dtype in KV_BYTES:
+    for kv_dtype in KV_FORMATS:
         found["prefill", kv_dtype] = prefill_samples(of_kind.get("prefill", []), kv_dtype, facts)
         found["decode", kv_dtype] = decode_samples(of_kind.get("decode", []), kv_dtype, facts)
     found["all_reduce", ""] = all_reduce_samples(of_kind.get("comm", []), facts)
@@ -291,7 +289,7 @@ def _fit(
     hw = hardware(
         facts,
         GEMM_FORMATS[name if group == "gemm" else "bfloat16"],
-        kv_bytes=KV_BYTES.get(name, 2.0),
+        kv_bytes=KV_FORMATS[name].element_bytes(samples.head_dim) if name in KV_FORMATS else 2.0,
         head_dim=samples.head_dim,
     )
     fit = fit_kernel(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration.tables import Table, number
-from costmodel.formats import GEMM_FORMATS
+from costmodel.formats import GEMM_FORMATS, KV_FORMATS
 from costmodel.kernels import FORMULAS
 from serving.errors import UsageError, nearest
 
@@ -35,7 +35,9 @@ COLUMNS: tuple[str, ...] = (
 
 MODE = "microbenchmark"
 _TOKENWISE = ("moe", "elementwise", "sampler")
-_KV_DTYPES = {"": "bfloat16", "bfloat16": "bfloat16", "float16": "bfloat16", "half": "bfloat16", "fp8": "fp8"}
+_KV_DTYPES = {"": "bfloat16", "bfloat16": "bfloat16", "float16": "bfloat16", "half": "bfloat16"} | {
+    name: name for name in KV_FORMATS
+}
 
 
 def write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

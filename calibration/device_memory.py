@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from costmodel.formats import gemm_format, kv_format
 from costmodel.model import ModelShape
 from realengine.build import CPU_CACHE_BYTES
 from serving.config import SchedulerConfig
@@ -33,12 +34,19 @@ class PagePlan:
         return self.num_pages / real_pages - 1.0
 
 
-def weight_bytes(shape: ModelShape, element_bytes: int, ranks: int = 1) -> int:
+def weight_bytes(
+    shape: ModelShape, element_bytes: int, ranks: int = 1, quantization: str | None = None
+) -> int:
     """Bytes of the engine's weights on one rank: matrices, norms, biases, and the head where it is not the embedding."""
-    per_layer = shape.linear_params_per_layer(ranks) + shape.small_params_per_layer(ranks)
     embedding = shape.vocab_size * shape.hidden_size
     head = 0 if shape.tie_word_embeddings else shape.vocab_per_rank(ranks) * shape.hidden_size
-    return (shape.num_layers * per_layer + embedding + head + shape.hidden_size) * element_bytes
+    small = shape.num_layers * shape.small_params_per_layer(ranks)
+    plain = (small + embedding + head + shape.hidden_size) * element_bytes
+    if quantization is None:
+        return plain + shape.num_layers * shape.linear_params_per_layer(ranks) * element_bytes
+    fmt = gemm_format("auto", quantization)
+    gemms = (*shape.attention_gemms(ranks), *shape.mlp_gemms(ranks))
+    return plain + shape.num_layers * sum(fmt.matrix_bytes(g.n, g.k) for g in gemms)
 
 
 def predict_pages(
@@ -51,11 +59,15 @@ def predict_pages(
     utilization: float = 0.92,
     context_bytes: int = 0,
     ranks: int = 1,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> PagePlan:
     """Pages that `realengine.build.pages_that_fit` will find. `device` is "cpu" or "cuda"."""
-    page_bytes = int(shape.kv_bytes_per_token(ranks, element_bytes) * limits.page_tokens)
+    kv = kv_format(kv_cache_dtype)
+    kv_bytes = float(element_bytes) if kv.bits == 16 else kv.element_bytes(shape.head_dim)
+    page_bytes = int(shape.kv_bytes_per_token(ranks, kv_bytes) * limits.page_tokens)
     wanted = limits.max_num_seqs * -(-limits.max_model_len // limits.page_tokens)
-    weights = weight_bytes(shape, element_bytes, ranks)
+    weights = weight_bytes(shape, element_bytes, ranks, quantization)
     if device == "cpu":
         return PagePlan(max(1, min(wanted, CPU_CACHE_BYTES // page_bytes)), page_bytes, weights, 0, 0)
     width = 3 * shape.intermediate_size // ranks + 4 * shape.hidden_size

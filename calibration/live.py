@@ -26,7 +26,6 @@ from calibration.live_engine import (
     record_of,
     serve_on_the_wall,
 )
-from calibration.microbench_fit import fastest
 from calibration.microbench_points import reference
 from calibration.microbench_run import Store, measure_round
 from costmodel.pricer import StepPricer
@@ -156,11 +155,13 @@ class Live:
             json.dumps(hugging_face_config(self.bench.source.architecture)) + "\n", encoding="utf-8"
         )
         gpu.write_text(profile.to_json() + "\n", encoding="utf-8")
-        limits, plan = self.bench.limits, self.bench.plan
+        limits, plan, weights = self.bench.limits, self.bench.plan, self.bench.gemm_format
         return build(
             Deployment(
                 model=str(model),
                 gpu=str(gpu),
+                quantization=None if weights == "bfloat16" else weights,
+                kv_cache_dtype=plan.options.kv_cache_dtype,
                 max_num_seqs=limits.max_num_seqs,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 max_model_len=limits.max_model_len,
@@ -222,7 +223,7 @@ class Live:
 
     def fit(self, rounds: set[int]) -> DeviceProfile:
         """The profile of some rounds."""
-        facts = raised(measured_facts(self.bench.device), *fastest(self.store, self.bench.shape))
+        facts = raised(measured_facts(self.bench.device), *self.bench.fastest(self.store))
         return finish(self.bench, self.store, facts, host_of(self.bench, self.store), rounds).profile
 
     def mark(self) -> float:

@@ -85,7 +85,7 @@ def measure_moves(caches: list[LayerCache], device: torch.device) -> dict[str, f
     pages = min(32, (caches[0].k.shape[0] - 1) // 2)
     if pages < 1:
         return {}
-    moved = 2 * len(caches) * pages * caches[0].k[0].numel() * caches[0].k.element_size()
+    moved = len(caches) * pages * sum(tensor[0].nbytes for tensor in caches[0].tensors)
     order = np.random.default_rng(0).permutation(caches[0].k.shape[0] - 1)[: 2 * pages] + 1
     here, there = order[:pages].astype(np.int32), order[pages:].astype(np.int32)
     store, kernels = SwapStore(caches, pages), operators(device)
@@ -94,7 +94,7 @@ def measure_moves(caches: list[LayerCache], device: torch.device) -> dict[str, f
 
     def copy() -> None:
         for cache in caches:
-            kernels.copy_pages((cache.k, cache.v), sources, targets)
+            kernels.copy_pages(cache.tensors, sources, targets)
 
     runs: Mapping[str, Callable[[], Any]] = {
         "page_copy_bytes_per_s": copy,

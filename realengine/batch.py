@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -50,7 +51,11 @@ class LayerCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a page consists of."""
+        """All that a page consists of; fp8 as bytes, since not every copy knows it."""
         if self.k_scale is None or self.v_scale is None:
-            return self.k, self.v
+            return _plain(self.k), _plain(self.v)
         return self.k, self.v, self.k_scale, self.v_scale
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

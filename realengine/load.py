@@ -109,6 +109,17 @@ def load(
     return Model(architecture, weights, ops, ranks, kv_cache_dtype)
 
 
+def weight_format(source: Source, quantization: str | None) -> str:
+    """The twin's name of the format that the layers' matrices have once loaded. Raises `UsageError` as `load` does."""
+    packing = source.packing
+    scheme = scheme_of(quantization, packing.method if packing is not None else None)
+    if packing is None:
+        return scheme or "bfloat16"
+    if packing.method == "fp8":
+        return "fp8_block" if packing.blocked else "fp8"
+    return "int4_wo"
+
+
 class _Loader:
     def __init__(
         self,

@@ -41,6 +41,8 @@ class Packing:
     group: int = 128
     zero_less_1: bool = False
     """GPTQ: stored zero points are one too small."""
+    blocked: bool = False
+    """fp8: a scale per 128 × 128 block."""
 
     def holds(self, checkpoint: Checkpoint, name: str) -> bool:
         """Whether the matrix `name` (….weight) is quantised; folders leave some as they were."""
@@ -94,7 +96,7 @@ def packing_of(config: Mapping[str, Any], folder: Path) -> Packing | None:
         blocks = section.get("weight_block_size")
         if blocks is not None and list(blocks) != [FP8_BLOCK, FP8_BLOCK]:
             raise UsageError(f"{where}: fp8 blocks of {blocks}; the engine reads [128, 128]")
-        return Packing("fp8", str(folder))
+        return Packing("fp8", str(folder), blocked=blocks is not None)
     if method not in ("awq", "gptq"):
         raise UsageError(f"{where}: weights quantised by {method!r}; the engine reads awq, gptq and fp8")
     bits, group = (

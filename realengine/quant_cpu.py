@@ -69,7 +69,7 @@ class Int8Linear(_Blocked):
     def few(self, x: Tensor) -> Tensor | None:
         if x.shape[0] > self._few:
             return None
-        return torch._weight_int8pack_mm(x, self._levels, self._scale)
+        return torch._weight_int8pack_mm(x.contiguous(), self._levels, self._scale)
 
     def blocks(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         channels, inputs = self.shape
@@ -108,7 +108,7 @@ class Int4Linear(_Blocked):
         if x.shape[0] > INT4_FEW_TOKENS and self._readable:
             return None
         product: Any = torch.ops.aten._weight_int4pack_mm_for_cpu
-        out: Tensor = product(x, self._packed, self._group, self._numbers)
+        out: Tensor = product(x.contiguous(), self._packed, self._group, self._numbers)
         return out
 
     def blocks(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:

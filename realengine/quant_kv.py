@@ -72,9 +72,7 @@ class QuantisedCache:
     def __init__(self, cache: LayerCache, head_dim: int) -> None:
         self._bits = kv_bits(cache, head_dim)
         self._dim = head_dim
-        # Not every copy knows float8; a byte is a byte.
-        flat = [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in cache.tensors]
-        self._parts = [t.flatten(0, 1) for t in flat]
+        self._parts = [tensor.flatten(0, 1) for tensor in cache.tensors]
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """K and V [T, KVH, D] of new tokens into their slots."""

@@ -18,9 +18,10 @@ from experiments.results import BACKEND_REAL
 from experiments.utilisation import engine_work, utilisation
 from serving.config import SchedulerConfig
 from serving.errors import UsageError
-from serving.policies import load_policy
+from serving.policies import CHUNKING, load_policy
 from sim.certainty import Certainty
-from sim.deployment import Deployment, policy_options
+from sim.deployment import Deployment, fitting_seqs, policy_options
+from sim.fleet.build import FLEET_FIELDS
 from sim.metrics import summarise
 from sim.samples import thin_percentiles
 from sim.slo import Goodput, Slo, parse_slo
@@ -49,8 +50,9 @@ TWIN_ONLY = (
     "tensor_parallel_size",
     "data_parallel_size",
     "router",
-    "quantization",
-    "kv_cache_dtype",
+    "router_prefix_tokens",
+    "router_load_factor",
+    *FLEET_FIELDS,
     "frontend_overhead_ms",
     "tokenize_us_per_token",
     "detokenize_us_per_token",
@@ -60,6 +62,9 @@ _RUN = ("seed", "until", "config", "print_config", "disable_tqdm")
 _WORDS = {
     "model": "Hugging Face folder or GGUF file, or with --load-format dummy any shape that simulate knows.",
     "dtype": "Format of weights, activations and KV cache: bfloat16, float16, float32 or auto.",
+    "quantization": "Weights rounded to nearest at loading: int8_wo, int4_wo, fp8 or fp8_block. AWQ, GPTQ and fp8 "
+    "checkpoints need no option.",
+    "kv_cache_dtype": "Format of the KV cache: auto (that of --dtype), int8, int4 or fp8.",
     "max_num_seqs": "Sequences that may run at once (64 by default).",
     "max_num_batched_tokens": "Tokens a step may compute (2048 by default).",
     "num_gpu_blocks_override": "KV pages, one of them for padding, instead of what memory has room for.",
@@ -236,6 +241,8 @@ def make_engine(plan: RunPlan) -> tuple[Engine, Source]:
         gpu_memory_utilization=d.gpu_memory_utilization,
         enforce_eager=d.enforce_eager,
         seed=plan.seed,
+        quantization=d.quantization,
+        kv_cache_dtype=d.kv_cache_dtype,
     )
     options.torch_device(), options.torch_dtype()  # a wrong name fails before the model is looked for
     source = replace(find_model(options.model, options.load_format), tokenizer=None)
@@ -258,20 +265,20 @@ def make_engine(plan: RunPlan) -> tuple[Engine, Source]:
 def _limits(d: Deployment, longest: int, pages: int | None) -> SchedulerConfig:
     """The scheduler's limits; `pages` may still be unknown."""
     tokens = d.max_num_batched_tokens or 2048
-    if not d.enable_chunked_prefill and d.policy == "chunked" and tokens < longest:
+    if not d.enable_chunked_prefill and d.policy in CHUNKING and tokens < longest:
         if d.max_num_batched_tokens is not None:
             raise UsageError(
                 f"--max-num-batched-tokens {tokens} is smaller than --max-model-len {longest}, and prompts cannot be "
                 "cut with --no-enable-chunked-prefill; raise it, lower --max-model-len, or leave chunked prefill on"
             )
         tokens = longest
-    asynchronous = d.policy == "chunked" if d.async_scheduling is None else d.async_scheduling
+    asynchronous = d.policy in CHUNKING if d.async_scheduling is None else d.async_scheduling
     if d.semantics == "vllm-2025" and d.async_scheduling is None:
         asynchronous = False
     limits = SchedulerConfig(
         num_pages=pages or 1,
         page_tokens=d.block_size,
-        max_num_seqs=d.max_num_seqs or 64,
+        max_num_seqs=fitting_seqs(d, d.max_num_seqs or 64, tokens),
         max_num_batched_tokens=tokens,
         max_model_len=longest,
         enable_prefix_caching=d.enable_prefix_caching,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from serving.errors import UsageError
+from sim.fleet.build import FLEET_FIELDS
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT, OBSERVE
 from tokentwin.flags import Flag, takes
@@ -55,8 +56,6 @@ TWIN_ONLY = (
     "gpu",
     "data_parallel_size",
     "router",
-    "quantization",
-    "kv_cache_dtype",
     "semantics",
     "frontend_overhead_ms",
 )
@@ -77,7 +76,6 @@ def serve(**flags: Any) -> int:
     _check(given)
     if given.get("print_config"):
         from sim.deployment import build
-
         deployment = make_deployment(given)
         known = {name: flag for name, flag in SERVE.items() if name not in MEASURED_HERE}
         return print_config(given, build(deployment) if given.get("engine") == "twin" else None, known)
@@ -153,7 +151,7 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
 
     from serving.config import SchedulerConfig
     from serving.policies import load_policy
-    from sim.deployment import policy_options
+    from sim.deployment import fitting_seqs, policy_options
     from tokentwin.server.engine import EngineBackend
     from tokentwin.server.plain_codec import PlainCodec
 
@@ -165,17 +163,18 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
             f"--engine real needs {error.name}, which is not installed: pip install 'tokentwin[engine]' "
             "(--engine twin needs neither torch nor a GPU)"
         ) from None
+    tokens = d.max_num_batched_tokens or 2048
     limits = SchedulerConfig(
         num_pages=d.num_gpu_blocks_override or 1,
         page_tokens=d.block_size,
-        max_num_seqs=d.max_num_seqs or 64,
-        max_num_batched_tokens=d.max_num_batched_tokens or 2048,
+        max_num_seqs=fitting_seqs(d, d.max_num_seqs or 64, tokens),
+        max_num_batched_tokens=tokens,
         max_model_len=d.max_model_len or 1 << 17,
         enable_prefix_caching=d.enable_prefix_caching,
         enable_chunked_prefill=d.enable_chunked_prefill,
         long_prefill_token_threshold=d.long_prefill_token_threshold,
         queue_order=d.scheduling_policy,
-        async_scheduling=d.policy == "chunked" if d.async_scheduling is None else d.async_scheduling,
+        async_scheduling=d.policy in CHUNKING if d.async_scheduling is None else d.async_scheduling,
     )
     options = build.EngineOptions(
         d.model,
@@ -184,6 +183,8 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
         device=given.get("device", "auto"),
         gpu_memory_utilization=d.gpu_memory_utilization,
         enforce_eager=d.enforce_eager,
+        quantization=d.quantization,
+        kv_cache_dtype=d.kv_cache_dtype,
     )
     source = build.find_model(options.model, options.load_format)
     engine = build.build_engine(
@@ -256,6 +257,11 @@ def _check(given: Mapping[str, Any]) -> None:
     for name in MEASURED_HERE:
         if name in given:
             raise UsageError(f"{SERVE[name].option} has no effect on a server, which does that work itself")
+    for name in FLEET_FIELDS:
+        if name in given:
+            raise UsageError(f"{SERVE[name].option}: a server has fixed replicas, all alike; try it with simulate")
+    if given.get("router") == "session":
+        raise UsageError("--router session: requests over HTTP name no session; use prefix_hash or another")
     for name, least in LEAST.items():
         if given.get(name, least) < least:
             raise UsageError(f"{SERVE[name].option} must be at least {least}, got {given[name]}")
