@@ -21,6 +21,7 @@ function draw(id, traces, layout) {
   const first = !plot.data;
   Plotly.react(plot, traces, look(layout), CONFIG);
   if (first) {
+    if (id === "plot-front") plot.on("plotly_afterplot", moveFrame);
     plot.on("plotly_click", event => {
       const i = pointOf(event.points[0]);
       if (Number.isInteger(i)) select(i, true);
@@ -69,7 +70,7 @@ function scatter(points, x, y, changes) {
   return {type: "scatter", mode: "markers", x: points.map(i => value(x, i)), y: points.map(i => value(y, i)),
           customdata: points, text: points.map(i => hover(i, x, y)), hovertemplate: "%{text}<extra></extra>", ...changes};
 }
-// A frame around the chosen point: an annotation, so that choosing another one does not draw the points again.
+// A frame around a point of a small picture.
 function frame(x, y, axes, logs) {
   const place = (v, log) => log ? Math.log10(v) : v;
   return {x: place(x, logs[0]), y: place(y, logs[1]), ...axes, text: "", width: 12, height: 12, showarrow: false,
@@ -92,21 +93,19 @@ function drawFront() {
   const shapes = [], mx = limitNear(S.x), my = limitNear(S.y);
   if (mx !== null) shapes.push(dashed({x0: mx, x1: mx, yref: "paper", y0: 0, y1: 1}));
   if (my !== null) shapes.push(dashed({y0: my, y1: my, xref: "paper", x0: 0, x1: 1}));
-  draw("plot-front", traces, {height: narrow() ? 380 : 430, hovermode: "closest", shapes, annotations: chosen(),
+  draw("plot-front", traces, {height: narrow() ? 380 : 430, hovermode: "closest", shapes,
     xaxis: axisOf(S.x, all(S.x)), yaxis: axisOf(S.y, all(S.y))});
   return edge;
 }
 
-function chosen() {
-  const i = S.selected, all = key => DONE.map(j => value(key, j));
-  if (i === null || !known(value(S.x, i)) || !known(value(S.y, i))) return [];
-  return [frame(value(S.x, i), value(S.y, i), {xref: "x", yref: "y"}, [spans(all(S.x)) === "log", spans(all(S.y)) === "log"])];
-}
+// The frame in the trade-off lies over the plot: moving it draws nothing again.
 function moveFrame() {
-  const layout = $("plot-front").layout, now = chosen();
-  if (!layout) return;
-  if (now.length && layout.annotations.length) Plotly.relayout("plot-front", {"annotations[0].x": now[0].x, "annotations[0].y": now[0].y});
-  else Plotly.relayout("plot-front", {annotations: now});
+  const full = $("plot-front")._fullLayout, box = $("frame"), i = S.selected;
+  if (!full || !full.xaxis || i === null) return;
+  const [x, y] = [full.xaxis.d2p(value(S.x, i)), full.yaxis.d2p(value(S.y, i))];
+  const inside = x >= 0 && x <= full.xaxis._length && y >= 0 && y <= full.yaxis._length;
+  box.hidden = !inside || !known(value(S.x, i)) || !known(value(S.y, i));
+  box.style.transform = `translate(${full.xaxis._offset + x - 11}px, ${full.yaxis._offset + y - 11}px)`;
 }
 
 // Doubling values such as 512, 1024, 2048 are even on a logarithmic axis.

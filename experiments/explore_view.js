@@ -51,7 +51,7 @@ function priceControls() {
     const given = D.prices[gpu], box = document.createElement("div"), id = "price-" + gpu;
     S.prices[gpu] = given ? given.usd : null;
     box.innerHTML = `<label for="${id}"></label><input type="number" id="${id}" min="0" step="any" inputmode="decimal">`;
-    box.firstChild.textContent = `$ per ${gpu} and hour` + (given && given.example ? ", an example" : "");
+    box.firstChild.textContent = `$ per ${gpu} and hour`;
     const input = box.lastChild;
     input.value = given ? given.usd : "";
     input.oninput = () => { S.prices[gpu] = input.value > 0 ? Number(input.value) : null; changed(); };
@@ -144,6 +144,11 @@ function promises() {
     .map(m => `${label(`${S.limits[m].statistic}_${m}_ms`)} ≤ ${fmt(S.limits[m].ms)} ms`);
   return parts.length ? parts.join(" and ") : "";
 }
+function priceWords() {
+  const used = [...new Set(D.gpu)], example = used.some(gpu => D.prices[gpu] && D.prices[gpu].example && D.prices[gpu].usd === S.prices[gpu]);
+  $("price-words").textContent = "Per GPU and hour: " + used.map(gpu => `${gpu} ${known(S.prices[gpu]) ? "$" + S.prices[gpu] : "no price"}`).join(", ") +
+    (example ? " (examples, no quotes)" : "");
+}
 function answer() {
   const kept = keeping(), words = promises(), found = best(kept, S.objective), line = $("headline");
   const bold = text => Object.assign(document.createElement("b"), {textContent: text});
@@ -220,6 +225,7 @@ function refresh() {
   const more = pending ? pending.more : true;
   pending = null;
   const point = answer();
+  priceWords();
   const first = S.selected === null;
   if (first) S.selected = point;
   showPoint();
