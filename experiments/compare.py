@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sim.deployment import Built
+from sim.fleet.build import num_gpus, pool_specs
+from sim.fleet.build import num_gpus
 from sim.intervals import Difference, Draw, Figures, Replicated, compare, gather, plan_draws
 from sim.latency import DEFAULT_PERCENTILES
 from sim.metrics import Summary, summarise
@@ -157,7 +159,7 @@ def compare_deployments(
     base = deployments[names[0]]
     distinct = [names[0], *(name for name in names[1:] if deployments[name].deployment != base.deployment)]
     devices = {name: num_devices(built) for name, built in deployments.items()}
-    by_device = len(set(devices.values())) > 1
+    by_device = None not in devices.values() and len(set(devices.values())) > 1
     nominal = {name: _nominal(deployments[name], requests, question) for name in distinct}
     count = question.replications
     if count is None:
@@ -220,7 +222,7 @@ def all_figures(summary: Summary, devices: int | None = None) -> dict[str, float
 
 def num_devices(built: Built) -> int:
     """GPUs that a deployment takes."""
-    return built.deployment.tensor_parallel_size * built.deployment.data_parallel_size
+    return num_gpus(built.deployment)
 
 
 def differing(a: Built, b: Built) -> dict[str, tuple[object, object]]:
@@ -262,6 +264,7 @@ def _nominal(built: Built, requests: Workload, question: Question) -> Summary:
         requests,
         fast_forward=question.fast_forward,
         until_s=question.until_s,
+        seed=question.seed,
     )
     return _judge(record, question)
 
@@ -286,6 +289,7 @@ def _replicated(
             requests,
             fast_forward=question.fast_forward,
             until_s=question.until_s,
+            seed=question.seed,
         )
         return all_figures(_judge(record, question), devices)
 
