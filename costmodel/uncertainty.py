@@ -32,9 +32,10 @@ Group = Literal["engine", "linear", "prefill", "decode", "mixed", "host"]
 
 UNFITTED_LOG_STD = 0.2
 """Of a kernel priced by datasheet and default efficiencies: such prices lie within about a third of fitted ones."""
-ENGINE_LOG_STD = 0.03
-"""Between kernels timed alone and the same kernels in an engine: clocks under load, caches, gaps between launches. Mean
-TPOT of two public vLLM runs, whose every kernel shape was measured on the same GPUs, was +1.4 % and -4.2 % off."""
+ENGINE_LOG_STD = 0.032
+"""Between kernels timed alone and the same kernels in an engine: clocks under load, library versions, gaps between
+launches. That is how far apart several engines' timings of the same products on one kind of GPU are, and what mean TPOT
+of real runs on three machines confirms (`calibration.engine_spread`)."""
 HOST_LOG_STD = 0.25
 """Of the host's times, which no kernel table measures: CPUs, Python and engine versions differ by this much."""
 _TOKENS = 64.0
