@@ -10,7 +10,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,10 +136,13 @@ class Engine:
         tenant: int = 0,
         deadline_s: float = float("inf"),
         salt: str = "",
+        weight: float = 1.0,
+        turn: tuple[Hashable, int] | None = None,
     ) -> list[Request]:
         """Queue `sampling.n` answers to a prompt of token ids; `listener` is told of each of their tokens.
 
-        `salt` keeps a prefix cache apart from those of other salts. Raises `UsageError` for an unknown token id and
+        `salt` keeps a prefix cache apart from those of other salts; `weight` is the tenant's under fair sharing; `turn`
+        says of which conversation this is which turn, from 0, for the `session` eviction order. Raises `UsageError` for an unknown token id and
         `EngineError` when the engine has ended. A request that can never run is answered with "rejected".
         """
         self._check_alive()
@@ -163,6 +166,8 @@ class Engine:
                     None,
                     keys,
                     tenant,
+                    weight,
+                    *(turn if turn is not None else ()),
                 )
                 self._next_id += 1
                 seed = int(self._rng.integers(2**63)) if sampling.seed is None else sampling.seed + index

@@ -33,6 +33,8 @@ class Step:
         self.config = scheduler.config
         self.seqs = scheduler.seqs
         self.token_budget = self.config.max_num_batched_tokens
+        self.prefill_budget: int | None = None
+        """Prompt tokens that this step may still compute; None: as many as the token budget allows."""
         self.preempted: list[Request] = []
         self.truncated: list[Request] = []
         # Rows planned by the vector form, then rows planned one by one.
@@ -69,6 +71,11 @@ class Step:
     def num_running(self) -> int:
         """Sequences that hold a seat."""
         return len(self.seqs.order)
+
+    @property
+    def num_decoding(self) -> int:
+        """Running sequences whose prompt is computed."""
+        return len(self.seqs.order) - self.seqs.num_prefilling
 
     @property
     def seats(self) -> int:
@@ -127,13 +134,18 @@ class Step:
             self._num_tokens -= scheduled
             self.token_budget += scheduled
             self._input_budget += scheduled + self._draft_slots
+            if self.prefill_budget is not None and self.seqs.prefilling[slot]:
+                self.prefill_budget += scheduled
         self.preempted.append(self.scheduler.preempt(slot, scheduled))
 
     # ---- the running set, as vLLM V1 schedules it ----------------------------------------------------------
 
     def continue_running(self) -> None:
         """Give each running sequence what it wants, in order of admission, until the token budget is used up."""
-        if self.seqs.order and (self.config.num_speculative_tokens or not self._continue_together()):
+        together = not self.config.num_speculative_tokens and (
+            self.prefill_budget is None or not self.seqs.num_prefilling
+        )
+        if self.seqs.order and not (together and self._continue_together()):
             self._continue_one_by_one()
 
     def _continue_together(self) -> bool:
@@ -207,6 +219,8 @@ class Step:
                 wanted = threshold
             count = min(wanted, self.token_budget, self._input_budget - self._draft_slots)
             count = min(count, config.max_model_len - computed - 1)
+            if self.prefill_budget is not None and seqs.prefilling[slot]:
+                count = min(count, self.prefill_budget)
             if count <= 0:
                 position += 1
                 continue
@@ -256,7 +270,10 @@ class Step:
         self._num_tokens += count
         self.token_budget -= count
         self._input_budget -= count + self._draft_slots
-        self._prefill_in_batch |= bool(seqs.prefilling[slot])
+        if seqs.prefilling[slot]:
+            self._prefill_in_batch = True
+            if self.prefill_budget is not None:
+                self.prefill_budget -= count
         drafts = count + computed - int(seqs.target[slot])
         if seqs.drafts[slot]:
             if drafts > 0:
@@ -300,6 +317,10 @@ class Step:
             scheduler.head_blocked |= is_head
             return False
         budget = min(self.token_budget, self._input_budget - self._draft_slots)
+        if self.prefill_budget is not None:
+            budget = min(budget, self.prefill_budget)
+            if budget < 1:
+                return False
         count = request.num_tokens - cached
         padded = False
         if (
@@ -354,6 +375,8 @@ class Step:
         self._num_tokens += count
         self.token_budget -= count
         self._input_budget -= count + self._draft_slots
+        if self.prefill_budget is not None:
+            self.prefill_budget -= count
         return True
 
     def _charge_prompt(self) -> None:

@@ -21,7 +21,8 @@ from costmodel.profile import DeviceProfile, load_profile
 from costmodel.swap import host_link_bytes_per_s, recompute_coefficients
 from serving.config import SchedulerConfig
 from serving.errors import InfeasibleError, UsageError
-from serving.policies import load_policy
+from serving.policies import CHUNKING, load_policy
+from serving.policies.adaptive import parse_size_classes
 from serving.speculative_config import parse_speculative_config
 from sim.admission import TOO_MANY, Admission
 from sim.fleet.build import FLEET_FIELDS, build_pools, check_fleet, fleet_plan, is_fleet, pool_specs
@@ -77,13 +78,21 @@ class Deployment(BaseModel):
     kv_cache_dtype: str = "auto"
     """Format of the KV cache: auto (16 bit), fp8, int8 or int4."""
     policy: str = "chunked"
-    """Batch policy: chunked (vLLM V1), continuous (whole prompts first), static, or my_module:MyPolicy."""
+    """Batch policy: chunked (vLLM V1), adaptive (chunked with caps), continuous (whole prompts first), static, or
+    my_module:MyPolicy."""
     scheduling_policy: Literal["fcfs", "priority", "sjf", "edf", "fair"] = "fcfs"
     """Order of the queue; fair: between tenants, by tokens served for their weight."""
     static_batch_size: int | None = Field(default=None, ge=1)
     """Policy static: requests per batch (max_num_seqs by default)."""
     static_max_wait: float | None = Field(default=None, ge=0)
     """Policy static: seconds that the oldest request waits for its batch to fill (0.1 by default)."""
+    size_classes: str | None = None
+    """Policy adaptive: TOKENS:SEQUENCES pairs such as 256:64,inf:8. Of requests of so many estimated tokens (prompt and
+    longest answer) so many run at once; one whose class is full is passed over."""
+    max_running_tokens: int | None = Field(default=None, ge=1)
+    """Policy adaptive: most estimated tokens of all that run."""
+    prefill_share: float | None = Field(default=None, gt=0, le=1)
+    """Policy adaptive: share of a step's tokens that prompts may take while sequences decode (1 by default)."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Sequences that may run at once; by default as vLLM sets it for the device: 1024 (H100 or larger) or 256."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
@@ -181,7 +190,7 @@ def build(deployment: Deployment) -> Built:
             f"--max-model-len {d.max_model_len} is beyond the {model.max_position_embeddings} positions of {model.name}"
         )
     longest = d.max_model_len or model.max_position_embeddings
-    if not d.enable_chunked_prefill and d.policy == "chunked" and tokens < longest:
+    if not d.enable_chunked_prefill and d.policy in CHUNKING and tokens < longest:
         if d.max_num_batched_tokens is not None:
             raise UsageError(
                 f"--max-num-batched-tokens {tokens} is smaller than --max-model-len {longest}, and prompts cannot be "
@@ -235,7 +244,7 @@ def build(deployment: Deployment) -> Built:
             f"max_model_len lowered from {longest} to {pages * d.block_size}: the KV cache holds no longer sequence"
         )
         longest = pages * d.block_size
-    asynchronous = d.policy == "chunked" if d.async_scheduling is None else d.async_scheduling
+    asynchronous = d.policy in CHUNKING if d.async_scheduling is None else d.async_scheduling
     if drafting is not None:
         asynchronous = check_speculation(drafting, d.policy, d.async_scheduling)
     if asynchronous and d.policy == "static":
@@ -250,7 +259,7 @@ def build(deployment: Deployment) -> Built:
         max_model_len=longest,
         enable_prefix_caching=d.enable_prefix_caching,
         enable_chunked_prefill=d.enable_chunked_prefill,
-        **_eviction(d, model),
+        **eviction_limits(d, model),
         long_prefill_token_threshold=d.long_prefill_token_threshold,
         queue_order=d.scheduling_policy,
         async_scheduling=asynchronous,
@@ -266,7 +275,7 @@ def build(deployment: Deployment) -> Built:
         dtype=d.dtype,
         quantization=d.quantization,
         kv_cache_dtype=d.kv_cache_dtype,
-        max_num_batched_tokens=max(tokens, longest) if d.policy != "chunked" else tokens,
+        max_num_batched_tokens=max(tokens, longest) if d.policy not in CHUNKING else tokens,
         max_num_seqs=seqs,
         cuda_graphs=not d.enforce_eager,
     )
@@ -277,7 +286,7 @@ def build(deployment: Deployment) -> Built:
     return Built(d, model, profile, memory, limits, pricer, tuple(warnings), speculation=speculation)
 
 
-def _eviction(d: Deployment, model: ModelShape) -> dict[str, Any]:
+def eviction_limits(d: Deployment, model: ModelShape) -> dict[str, Any]:
     """The scheduler's limits for the eviction order. Raises `UsageError` for options without effect."""
     if d.kv_eviction != "session" and (d.session_keep is not None or d.session_decay is not None):
         raise UsageError("--session-keep and --session-decay have an effect only with --kv-eviction session")
@@ -334,7 +343,18 @@ def policy_options(deployment: Deployment) -> dict[str, Any]:
         options["max_wait_s"] = deployment.static_max_wait
     if options and deployment.policy != "static":
         raise UsageError("--static-batch-size and --static-max-wait have an effect only with --policy static")
-    return options
+    adaptive: dict[str, Any] = {}
+    if deployment.size_classes is not None:
+        adaptive["size_classes"] = parse_size_classes(deployment.size_classes)
+    if deployment.max_running_tokens is not None:
+        adaptive["max_running_tokens"] = deployment.max_running_tokens
+    if deployment.prefill_share is not None:
+        adaptive["prefill_share"] = deployment.prefill_share
+    if adaptive and deployment.policy != "adaptive":
+        raise UsageError(
+            "--size-classes, --max-running-tokens and --prefill-share have an effect only with --policy adaptive"
+        )
+    return options | adaptive
 
 
 def simulate(

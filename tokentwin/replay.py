@@ -108,6 +108,7 @@ class _Clients:
         self.done = 0
         self.late_s = 0.0
         self._engine, self._workload, self._prompts = engine, workload, prompts
+        self._first_turn, self._turn = workload.conversations()
         self._origin_s = origin_s
         waits = workload.after
         self._ready = [(float(workload.sent_s[row]), row) for row in np.flatnonzero(waits < 0).tolist()]
@@ -180,6 +181,8 @@ class _Clients:
             priority=int(w.priority[row]),
             tenant=tenant,
             deadline_s=math.inf if limit_s is None else self._engine.now_s() + limit_s,
+            weight=w.tenants[tenant].weight,
+            turn=(int(self._first_turn[row]), int(self._turn[row])),
         )
 
     def _listener(self, row: int) -> Listener:

@@ -14,6 +14,7 @@ from costmodel.pricer import StepPricer
 from experiments.results import result_json
 from experiments.sweep_spec import NAME
 from serving.errors import UsageError, nearest
+from serving.policies import CHUNKING
 from sim.deployment import Built, Deployment, build
 from sim.workload import Workload, WorkloadSpec, load_workload
 from sim.workload.files import parse_spec
@@ -81,11 +82,13 @@ def with_tenants(spec: WorkloadSpec, overrides: Mapping[str, Any]) -> WorkloadSp
 def _built(deployment: Deployment) -> Built:
     """A deployment worked out, with the price tables of another one that has the same prices."""
     built = build(deployment)
+    if built.pools:
+        return built
     d, limits = deployment, built.limits
     key = (
         *(d.model, d.gpu, d.tensor_parallel_size, d.dtype, d.quantization, d.kv_cache_dtype, d.enforce_eager),
         *(limits.max_num_batched_tokens, limits.max_num_seqs),
-        limits.max_model_len if d.policy != "chunked" else None,
+        limits.max_model_len if d.policy not in CHUNKING else None,
     )
     return replace(built, pricer=_pricers.setdefault(key, built.pricer))
 

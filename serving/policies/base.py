@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from serving.step import Step
 
 
+CHUNKING = ("chunked", "adaptive")
+"""Built-in policies that cut prompts to the token budget, as vLLM V1 does."""
+
+
 class BatchPolicy:
     """Base of every policy. Override `schedule`; the rest has safe defaults.
 
@@ -52,11 +56,12 @@ class BatchPolicy:
 
 
 def _builtin() -> dict[str, type[BatchPolicy]]:
+    from serving.policies.adaptive import Adaptive
     from serving.policies.chunked import Chunked
     from serving.policies.continuous import Continuous
     from serving.policies.static import Static
 
-    return {policy.name: policy for policy in (Chunked, Continuous, Static)}
+    return {policy.name: policy for policy in (Chunked, Adaptive, Continuous, Static)}
 
 
 def policy_names() -> tuple[str, ...]:

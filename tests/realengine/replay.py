@@ -121,6 +121,10 @@ class Twin:
             theirs.deadline_s,
             None,
             keys,
+            theirs.tenant,
+            theirs.weight,
+            theirs.session,
+            theirs.turn,
         )
         if event.sibling is not None:
             ours.sibling = self.requests[event.sibling.id]

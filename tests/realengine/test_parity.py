@@ -15,7 +15,7 @@ from realengine.answer import Output
 from realengine.engine import Engine
 from realengine.generation import Sampling
 from realengine.models import Model
-from serving.policies import BatchPolicy, Chunked, Continuous, Static
+from serving.policies import Adaptive, BatchPolicy, Chunked, Continuous, Static
 from sim.record import RequestTable, RunRecord, Status, StepTable, Tenant, TokenRanges
 from tests.realengine.engines import running, smollm2, tiny_model
 from tests.realengine.replay import Decision, Twin, watch
@@ -55,6 +55,9 @@ class Load:
                 self._listen,
                 priority=int(rng.integers(3)),
                 deadline_s=float(rng.random()),
+                tenant=number % 3,
+                weight=1.0 + number % 3,
+                turn=(number % 4, number // 4),
             )
             if number in aborted:
                 time.sleep(gap_s)
@@ -105,6 +108,13 @@ TINY_CACHE = {"num_pages": 12, "page_tokens": 8, "max_num_seqs": 6, "max_num_bat
         pytest.param(Chunked, {"enable_prefix_caching": False}, id="without prefix cache"),
         pytest.param(Chunked, {"queue_order": "sjf", "num_pages": 64}, id="shortest first, enough memory"),
         pytest.param(Chunked, {"swap_pages": 12}, id="swapped to the host"),
+        pytest.param(
+            Chunked, {"queue_order": "fair", "kv_eviction": "lfu"}, id="fair, least frequent evicted"
+        ),
+        pytest.param(Chunked, {"kv_eviction": "session", "session_keep_s": 0.05}, id="conversations held"),
+        pytest.param(Chunked, {"kv_eviction": "cost", "attention_tokens": 32.0}, id="dear pages held"),
+        pytest.param(Chunked, {"swap_pages": 12, "swap_costs": (1e-3, 0.0, 5e-5)}, id="swapped if cheaper"),
+        pytest.param(lambda: Adaptive(((40, 2), (60, 1)), 150, 0.5), {}, id="adaptive"),
         pytest.param(Continuous, {"max_num_batched_tokens": 96}, id="continuous"),
         # The wait is a sum of powers of two, so that replayed times are exact.
         pytest.param(lambda: Static(4, max_wait_s=0.015625), {}, id="static"),

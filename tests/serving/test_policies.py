@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_built_in_policies_are_found_by_name() -> None:
-    assert policy_names() == ("chunked", "continuous", "static")
+    assert policy_names() == ("chunked", "adaptive", "continuous", "static")
     assert isinstance(load_policy("chunked"), Chunked)
     assert isinstance(load_policy("continuous"), Continuous)
     assert isinstance(load_policy("static", batch_size=4), Static)
@@ -43,7 +43,7 @@ def test_built_in_policies_are_found_by_name() -> None:
 def test_an_unknown_name_is_answered_with_the_nearest_one() -> None:
     with pytest.raises(UsageError, match="unknown policy 'chunkd'; did you mean 'chunked'"):
         load_policy("chunkd")
-    with pytest.raises(UsageError, match=re.escape("known: chunked, continuous, static")):
+    with pytest.raises(UsageError, match=re.escape("known: adaptive, chunked, continuous, static")):
         load_policy("zzz")
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.config import SchedulerConfig
-from serving.policies import BatchPolicy, Chunked, Continuous, Static
+from serving.policies import Adaptive, BatchPolicy, Chunked, Continuous, Static
 from sim.record import RunRecord, Status
 from sim.workload.types import Workload
 from sim.world import run_world
 from tests.sim.worlds import LinearPricer, make_workload
 
-POLICIES: dict[str, type[BatchPolicy]] = {"chunked": Chunked, "continuous": Continuous, "static": Static}
+POLICIES: dict[str, Callable[[], BatchPolicy]] = {
+    "chunked": Chunked,
+    "continuous": Continuous,
+    "static": Static,
+    "adaptive": lambda: Adaptive(((30, 2), (60, 1)), 200, 0.5),
+}
 
 
 @st.composite

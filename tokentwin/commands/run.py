@@ -29,6 +29,7 @@ from sim.verdict import verdict
 from sim.workload import Workload, load_workload
 from tokentwin.commands.simulate import ALERT_FIRED, INTERRUPTED, LOST, SLO_MISSED, say_files
 from tokentwin.config_file import print_config, with_config
+from tokentwin.engine_limits import memory_limits
 from tokentwin.flag_tables import DEPLOYMENT, OBSERVE, OUTPUT, PROMISES, RUN, TRAFFIC
 from tokentwin.flags import Flag, takes
 from tokentwin.interrupt import between_events
@@ -85,7 +86,9 @@ HOW = tuple(
     )
 )  # fmt: skip
 RUNS = tuple(replace(flag, help=_WORDS.get(flag.name, flag.help)) for flag in RUN if flag.name in _RUN)
-REPLAY = {flag.name: flag for table in (LIMITS, HOW, TRAFFIC, PROMISES, RUNS, OUTPUT, OBSERVE) for flag in table}
+REPLAY = {
+    flag.name: flag for table in (LIMITS, HOW, TRAFFIC, PROMISES, RUNS, OUTPUT, OBSERVE) for flag in table
+}
 """Every flag of `run` by name."""
 
 
@@ -124,9 +127,7 @@ def run(**flags: Any) -> int:
     observers = Observers.of(given)
     outputs.check()
     with observers.watching(Path(plan.deployment.model).name, of_engine) as watch:
-        real = run_plan(
-            plan, label=given.get("label"), silent=bool(given.get("disable_tqdm")), watch=watch
-        )
+        real = run_plan(plan, label=given.get("label"), silent=bool(given.get("disable_tqdm")), watch=watch)
     print_run(real.record, real.summary, real.verdict, metrics=outputs.metrics, certainty=real.certainty)
     say_files([*outputs.write(real), *observers.write(real.record)])
     if real.record.interrupted:
@@ -254,7 +255,7 @@ def make_engine(plan: RunPlan) -> tuple[Engine, Source]:
     pages = None if d.num_gpu_blocks_override is None else d.num_gpu_blocks_override - 1
     engine = build_engine(
         options,
-        _limits(d, d.max_model_len or shape.max_position_embeddings, pages),
+        _limits(d, shape, pages),
         policy=load_policy(d.policy, **policy_options(d)),
         num_pages=pages,
         source=source,
@@ -262,8 +263,9 @@ def make_engine(plan: RunPlan) -> tuple[Engine, Source]:
     return engine, source
 
 
-def _limits(d: Deployment, longest: int, pages: int | None) -> SchedulerConfig:
+def _limits(d: Deployment, shape: ModelShape, pages: int | None) -> SchedulerConfig:
     """The scheduler's limits; `pages` may still be unknown."""
+    longest = d.max_model_len or shape.max_position_embeddings
     tokens = d.max_num_batched_tokens or 2048
     if not d.enable_chunked_prefill and d.policy in CHUNKING and tokens < longest:
         if d.max_num_batched_tokens is not None:
@@ -285,6 +287,7 @@ def _limits(d: Deployment, longest: int, pages: int | None) -> SchedulerConfig:
         enable_chunked_prefill=d.enable_chunked_prefill,
         long_prefill_token_threshold=d.long_prefill_token_threshold,
         queue_order=d.scheduling_policy,
+        **memory_limits(d, shape),
     )
     if d.semantics == "vllm-2025":
         limits = limits.vllm_2025()

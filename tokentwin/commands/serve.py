@@ -76,6 +76,7 @@ def serve(**flags: Any) -> int:
     _check(given)
     if given.get("print_config"):
         from sim.deployment import build
+
         deployment = make_deployment(given)
         known = {name: flag for name, flag in SERVE.items() if name not in MEASURED_HERE}
         return print_config(given, build(deployment) if given.get("engine") == "twin" else None, known)
@@ -150,8 +151,9 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
     from importlib import import_module
 
     from serving.config import SchedulerConfig
-    from serving.policies import load_policy
+    from serving.policies import CHUNKING, load_policy
     from sim.deployment import fitting_seqs, policy_options
+    from tokentwin.engine_limits import memory_limits
     from tokentwin.server.engine import EngineBackend
     from tokentwin.server.plain_codec import PlainCodec
 
@@ -163,6 +165,7 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
             f"--engine real needs {error.name}, which is not installed: pip install 'tokentwin[engine]' "
             "(--engine twin needs neither torch nor a GPU)"
         ) from None
+    source = build.find_model(d.model, given.get("load_format", "auto"))
     tokens = d.max_num_batched_tokens or 2048
     limits = SchedulerConfig(
         num_pages=d.num_gpu_blocks_override or 1,
@@ -174,6 +177,7 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
         enable_chunked_prefill=d.enable_chunked_prefill,
         long_prefill_token_threshold=d.long_prefill_token_threshold,
         queue_order=d.scheduling_policy,
+        **memory_limits(d, source.architecture.shape),
         async_scheduling=d.policy in CHUNKING if d.async_scheduling is None else d.async_scheduling,
     )
     options = build.EngineOptions(
@@ -186,7 +190,6 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
         quantization=d.quantization,
         kv_cache_dtype=d.kv_cache_dtype,
     )
-    source = build.find_model(options.model, options.load_format)
     engine = build.build_engine(
         options,
         limits,
@@ -259,7 +262,9 @@ def _check(given: Mapping[str, Any]) -> None:
             raise UsageError(f"{SERVE[name].option} has no effect on a server, which does that work itself")
     for name in FLEET_FIELDS:
         if name in given:
-            raise UsageError(f"{SERVE[name].option}: a server has fixed replicas, all alike; try it with simulate")
+            raise UsageError(
+                f"{SERVE[name].option}: a server has fixed replicas, all alike; try it with simulate"
+            )
     if given.get("router") == "session":
         raise UsageError("--router session: requests over HTTP name no session; use prefix_hash or another")
     for name, least in LEAST.items():

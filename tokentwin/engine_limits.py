@@ -1,0 +1,40 @@
+"""Limits of the real engine's scheduler that come from a deployment's choices about memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from costmodel.formats import kv_format
+from costmodel.memory import GIB
+from costmodel.model import ModelShape
+from serving.errors import UsageError
+from sim.deployment import Deployment, eviction_limits
+
+
+def memory_limits(d: Deployment, shape: ModelShape) -> dict[str, Any]:
+    """Eviction order and host pages for swapping, as fields of `SchedulerConfig`.
+
+    Raises `UsageError` for options without effect, and for a choice that only the cost model can make.
+    """
+    limits = eviction_limits(d, shape)
+    if d.preemption_mode == "recompute":
+        if d.swap_space is not None:
+            raise UsageError("--swap-space has an effect only with --preemption-mode swap")
+        return limits
+    if d.preemption_mode == "auto":
+        raise UsageError(
+            "--preemption-mode auto asks the cost model what is cheaper, which the engine does not have; "
+            "use swap or recompute"
+        )
+    if d.policy == "static":
+        raise UsageError("--preemption-mode has no effect with --policy static, which never preempts")
+    wide = d.dtype == "float32" and d.kv_cache_dtype == "auto"
+    element_bytes = 4.0 if wide else kv_format(d.kv_cache_dtype).element_bytes(shape.head_dim)
+    page_bytes = d.block_size * shape.kv_bytes_per_token(1, element_bytes)
+    space_gib = 4.0 if d.swap_space is None else d.swap_space
+    pages = int(space_gib * GIB / page_bytes)
+    if not pages:
+        raise UsageError(
+            f"--swap-space {space_gib:g} GiB holds no KV page of {page_bytes / 2**20:.1f} MiB; raise it"
+        )
+    return {**limits, "swap_pages": pages}
