@@ -97,7 +97,7 @@ def run_both_ways(workload: Workload, *pools: PoolPlan, **plan: Any) -> RunRecor
     return fast
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     workloads(),
     configs(),
