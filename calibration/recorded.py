@@ -109,6 +109,11 @@ def _same_requests(workload: Workload, record: RunRecord) -> bool:
 
 def rules_of(record: RunRecord) -> tuple[Rules, list[str]]:
     """Scheduler limits and policy of a run; vLLM V1's defaults where a record only has its capacity."""
+    if record.fleet is not None:
+        raise UsageError(
+            "one of the runs has pools, an autoscaler, failures or admission; only runs of fixed replicas that are all "
+            "alike can be told apart"
+        )
     known = {f.name for f in fields(SchedulerConfig)}
     limits: dict[str, Any] = {
         name: value for name, value in (record.meta.get("limits") or {}).items() if name in known

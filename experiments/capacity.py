@@ -17,6 +17,7 @@ from experiments.capacity_interval import capacity_interval
 from experiments.capacity_traffic import Closed, Traffic, head
 from experiments.capacity_trial import Promises, Trial, judge, served_s, words
 from sim.deployment import Built, simulate
+from sim.fleet.build import num_replicas
 from sim.intervals import Interval
 from sim.metrics import summarise
 from sim.record import RunRecord, Status
@@ -156,7 +157,7 @@ class Search:
         told: Told | None,
     ) -> None:
         self.built, self.traffic, self.promises = built, traffic, promises
-        several = min(built.deployment.data_parallel_size, 4)  # each replica needs a run of its own length
+        several = min(num_replicas(built.deployment), 4)  # each replica needs a run of its own length
         self.least, self.full = SHORT * several, max(full, SHORT) * several
         self.pricer, self.told = pricer, told
         self.shorts: dict[int, Trial] = {}

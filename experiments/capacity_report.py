@@ -9,6 +9,7 @@ from typing import Any
 from experiments.capacity import Capacity, unit
 from experiments.capacity_trial import Outcome, Trial, in_ms
 from sim.deployment import Built
+from sim.fleet.build import num_gpus, num_replicas
 from sim.hull import Extrapolation
 
 WIDTH = 80
@@ -25,7 +26,7 @@ def capacity_lines(
 ) -> list[str]:
     """The answer first, then what it rests on. `again` is a command that repeats the run at capacity."""
     d = built.deployment
-    gpus = d.tensor_parallel_size * d.data_parallel_size
+    gpus = num_gpus(d)
     lines = [f" Capacity of {built.model.name} on {gpus} x {built.profile.name} ".center(WIDTH, "=")]
     if found.infeasible is not None:
         lines += _wrap(f"Infeasible at any load: {found.infeasible}.")
@@ -40,7 +41,7 @@ def capacity_lines(
             lines += _wrap(f"Bound by {found.bound.words}: {found.bound.evidence}.")
         lines += _alone(found)
     if target is not None:
-        lines += _wrap(target_sentence(found, target, d.data_parallel_size))
+        lines += _wrap(target_sentence(found, target, num_replicas(d)))
     if found.trials:
         lines += [" Tested ".center(WIDTH, "="), *_table(found.trials, found.variable)]
     for extrapolation in extrapolations[:3]:
@@ -92,7 +93,7 @@ def capacity_json(
         "bound": None if found.bound is None else found.bound.kind,
         "bound_evidence": None if found.bound is None else found.bound.evidence,
         "bound_shares": None if found.bound is None else found.bound.shares,
-        "num_gpus": d.tensor_parallel_size * d.data_parallel_size,
+        "num_gpus": num_gpus(d),
         "target": target,
         "target_sustained": None if target is None else found.load is not None and target <= found.load,
         "at_capacity": None if found.at is None else _trial_json(found.at),

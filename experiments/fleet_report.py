@@ -36,7 +36,11 @@ def fleet_json(record: RunRecord) -> dict[str, Any]:
     summary = fleet_summary(record)
     if summary is None:
         return {}
-    out = summary.json() | {"cost_usd_at_example_prices": cost_usd(summary, load_prices())}
+    most = sum(pool.ready_most * pool.facts.gpus_per_replica for pool in summary.pools)
+    out = summary.json() | {
+        "num_gpus": most,
+        "cost_usd_at_example_prices": cost_usd(summary, load_prices()),
+    }
     if record.fleet is not None:
         out["replicas_over_time"] = [
             {"time_s": float(t), **{name: int(n) for name, n in counts.items()}}

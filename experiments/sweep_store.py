@@ -176,7 +176,9 @@ class Store:
         """The Parquet row of a task."""
         result = dict(outcome.result or {})
         if result:
-            result["num_gpus"] = result["tensor_parallel_size"] * result["data_parallel_size"]
+            fleet = result.get("sim_fleet") or {}
+            one = result["tensor_parallel_size"] * result["data_parallel_size"]
+            result["num_gpus"] = fleet.get("num_gpus", one)
             result["output_throughput_per_gpu"] = result["output_throughput"] / result["num_gpus"]
         return {
             "index": task.index,

@@ -16,7 +16,7 @@ from serving.errors import UsageError
 from sim.certainty import assess
 from sim.deployment import Built, Deployment, build
 from sim.deployment import simulate as simulate_deployment
-from sim.fleet.build import field_names, most_replicas
+from sim.fleet.build import field_names, most_replicas, num_replicas
 from sim.hull import before_run, check_strict
 from sim.latency import DEFAULT_PERCENTILES
 from sim.metrics import summarise
@@ -220,7 +220,7 @@ def _meta(job: Job, workload: Workload, label: str | None) -> dict[str, Any]:
         "tokenizer_id": job.built.model.name,
         "gpu": job.built.profile.name,
         "tensor_parallel_size": d.tensor_parallel_size,
-        "data_parallel_size": d.data_parallel_size,
+        "data_parallel_size": num_replicas(d),
         "max_concurrency": workload.closed_loop.max_concurrency if workload.closed_loop else None,
         **known,
         "slos": {slo.name: slo.limit_s for slo in job.slos},

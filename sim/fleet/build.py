@@ -41,6 +41,11 @@ def is_fleet(d: Deployment) -> bool:
     return bool(d.pools or d.autoscaler or d.failures or d.admission)
 
 
+def is_dynamic(d: Deployment) -> bool:
+    """Whether replicas come and go."""
+    return d.failures is not None or any(pool.autoscaler for pool in pool_specs(d))
+
+
 def pool_specs(d: Deployment) -> tuple[Pool, ...]:
     """The pools, one of the deployment's own settings where none are named."""
     scaler = d.autoscaler

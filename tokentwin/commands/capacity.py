@@ -17,6 +17,7 @@ from experiments.capacity_traffic import Steady, Traffic, make_traffic
 from experiments.capacity_trial import Promises
 from serving.errors import InfeasibleError, UsageError
 from sim.deployment import Built, Deployment, build
+from sim.fleet.build import is_dynamic, num_replicas
 from sim.hull import Extrapolation, after_run, before_run, check_strict
 from sim.slo import parse_slo
 from sim.workload import WorkloadSpec
@@ -162,6 +163,11 @@ def answer_capacity(
         built = build(make_deployment(given, deployment))
     except InfeasibleError as error:
         raise InfeasibleError(f"infeasible at any load: {error}") from None
+    if is_dynamic(built.deployment):
+        raise UsageError(
+            "--autoscaler and --failures have no meaning here: each load is tested in a run of seconds to minutes; set "
+            "the number of replicas with --data-parallel-size or pools"
+        )
     if given.get("strict"):
         check_strict(before_run(built))
     seed = int(given.get("seed", 0))
@@ -231,7 +237,8 @@ def _again(given: Mapping[str, Any], answer: CapacityAnswer) -> str:
         if isinstance(value, bool):
             parts.append(flag.option if value else flag.option.replace("--", "--no-", 1))
         else:
-            parts += [flag.option, *(map(str, value) if isinstance(value, list) else [str(value)])]
+            text = json.dumps(value) if flag.structured and not isinstance(value, str) else str(value)
+            parts += [flag.option, *(map(str, value) if flag.several else [text])]
     return shlex.join([*parts, *how, "--seed", str(answer.seed)])
 
 
@@ -264,7 +271,7 @@ def run_at_capacity(answer: CapacityAnswer) -> Run | None:
         "model_id": answer.built.model.name,
         "gpu": answer.built.profile.name,
         "tensor_parallel_size": d.tensor_parallel_size,
-        "data_parallel_size": d.data_parallel_size,
+        "data_parallel_size": num_replicas(d),
     }
     record = replace(record, meta={**record.meta, **meta})
     summary = summarise(record, goodput=answer.promises.goodput, slos=answer.promises.slos)

@@ -21,6 +21,7 @@ from experiments.plan_report import plan_json, plan_lines
 from experiments.prices import load_prices
 from serving.errors import UsageError
 from sim.deployment import Deployment
+from sim.fleet.build import FLEET_FIELDS
 from sim.slo import Slo, parse_slo
 from sim.workload import WorkloadSpec
 from sim.workload.arrival_spec import ArrivalSpec
@@ -36,8 +37,11 @@ if TYPE_CHECKING:
     from tokentwin.run import Run
 
 NO_FLEET = 3
-NOT_HERE = ("data_parallel_size", "gpu", "tensor_parallel_size")
-"""Fields of a deployment that the plan chooses."""
+NOT_HERE = (
+    *("data_parallel_size", "gpu", "tensor_parallel_size"),
+    *(name for name in FLEET_FIELDS if name != "admission"),
+)
+"""Fields of a deployment that the plan chooses, and those of fleets that it does not have: its replicas are alike."""
 AXES = {
     "models": "model",
     "tensor_parallel_sizes": "tensor_parallel_size",

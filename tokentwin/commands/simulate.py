@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.console import WIDTH, print_run
 from experiments.observed import any_fired
+from sim.fleet.build import num_replicas
 from sim.hull import check_strict
 from sim.record import Floats
 from tokentwin.config_file import print_config, with_config
@@ -54,7 +55,7 @@ def simulate(**flags: Any) -> int:
 
 def work_so_far(job: Job) -> Callable[[Mapping[str, Floats]], tuple[float, float]]:
     """(FLOPs, bytes) of steps on one device, from their columns."""
-    replicas = job.built.deployment.data_parallel_size
+    replicas = num_replicas(job.built.deployment)
 
     def work(steps: Mapping[str, Floats]) -> tuple[float, float]:
         flops, moved = job.built.pricer.step_work(
