@@ -35,8 +35,10 @@ COMMANDS = (
     ("explore", "explore:explore", "Make a page of a sweep or a plan: limits, trade-offs, heatmaps, each point."),
     ("diagnose", "diagnose:diagnose", "Say what governs a run's SLO and which simulated change would help."),
     ("policy-test", "policy_test:policy_test", "Check a batch policy and say where it beats the built-in ones."),
+    ("quality", "quality:quality", "Compare quantised weights and KV caches: answers, speed and memory."),
     ("memory", "memory:memory", "Work out where a GPU's memory goes and how many KV pages are left."),
     ("compare", "compare:compare", "Say what variants of a deployment gain and cost on the same workload."),
+    ("reading", "reading:read", "Say how a run's answers read: first word, pauses, waits for text."),
     ("diff", "diff:diff", "Explain why two runs differ: workload, schedule, kernel times or host."),
     ("conformance", "conformance:conformance", "Replay recorded vLLM schedules and compare every decision."),
     (

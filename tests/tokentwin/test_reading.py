@@ -1,0 +1,42 @@
+"""`tokentwin reading` on a saved run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tokentwin.cli import main
+
+RUN = ("simulate", "--model", "llama-3.1-8b", "--gpu", "rtx4090", "--dataset-name", "random", "--num-prompts", "8",
+       "--random-output-len", "64", "--request-rate", "4", "--replications", "1")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    assert main([*RUN, "-o", str(folder)]) == 0
+    return folder
+
+
+def test_larger_groups_pause_longer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reading", str(run), "--stream-interval", "1,16", "--json"]) == 0
+    one, many = json.loads(capsys.readouterr().out)
+    assert many["longest_pause_ms"]["median"] > 5 * one["longest_pause_ms"]["median"]
+    assert many["first_word_ms"]["median"] > one["first_word_ms"]["median"]
+
+
+def test_a_slow_line_makes_the_reader_wait(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two events of 250 bytes a second are slower than 5.3 tokens a second."""
+    assert main(["reading", str(run), "--bandwidth", "500", "--json"]) == 0
+    (slow,) = json.loads(capsys.readouterr().out)
+    assert slow["stalled_share"]["mean"] > 0.5
+    assert main(["reading", str(run)]) == 0
+    assert "waiting for text" in capsys.readouterr().out
+
+
+def test_errors(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reading", str(run), "--stream-interval", "1,0"]) == 2
+    assert "--stream-interval must be positive" in capsys.readouterr().err
+    assert main(["reading", str(run / "nowhere")]) == 2
