@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from experiments.certainty import bracket, certainty_lines
+from experiments.drafts import draft_rows
 from experiments.fleet_report import fleet_lines
 from experiments.observed import alert_lines, utilisation_rows
 from experiments.results import METRICS
@@ -117,6 +118,8 @@ def sections(
     ]
     out.append(("Stages (mean)", stages))
     out.append(("Engine", _engine(record, summary)))
+    if record.drafts is not None:
+        out.append(("Speculative Decoding", draft_rows(record.drafts)))
     return out
 
 

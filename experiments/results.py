@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.certainty import certainty_json, interval_keys
+from experiments.drafts import draft_json
 from experiments.fleet_report import fleet_json
 from experiments.observed import observed_json
 from serving.errors import UsageError
@@ -122,6 +123,7 @@ def result_json(
     }
     for name in metrics:
         body |= _stats_ms(name, getattr(summary, name))
+    body |= draft_json(record.drafts)
     ours = _ours(record, summary, verdict)
     if certainty is not None:
         ours |= {**interval_keys(certainty, metrics), **certainty_json(certainty)}
@@ -223,6 +225,7 @@ def run_json(record: RunRecord, summary: Summary) -> dict[str, Any]:
         "end_s": record.end_s,
         "tenants": [asdict(tenant) for tenant in record.tenants],
         "warnings": list(record.warnings),
+        **({} if record.drafts is None else {"drafts": asdict(record.drafts)}),
         **({} if record.fleet is None else {"fleet": record.fleet.json()}),
     }
 
@@ -316,7 +319,7 @@ def _stats_ms(name: str, stats: LatencyStats) -> dict[str, float]:
 def _details(record: RunRecord) -> dict[str, list[Any]]:
     r, lat = record.requests, latencies(record)
     done = r.status == Status.FINISHED
-    gaps = [np.diff(record.engine_token_times_s(i)).tolist() if done[i] else [] for i in range(len(r))]
+    gaps = [np.diff(record.event_times_s(i)).tolist() if done[i] else [] for i in range(len(r))]
     errors = np.where(done, "", np.where(r.reason == "", "unfinished", r.reason))
     values = (
         r.prompt_tokens.tolist(),

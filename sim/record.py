@@ -195,12 +195,20 @@ class RunRecord:
         lag_s = float(self.requests.first_token_s[row] - engine_s[0])
         return engine_s + lag_s
 
+    def event_times_s(self, row: int) -> Floats:
+        """When request `row` got tokens from the engine: one time for those that a step gave together."""
+        return self._times_s(row, together=True)
+
     def engine_token_times_s(self, row: int) -> Floats:
         """When each token of request `row` left the engine, shape (output_tokens,)."""
+        return self._times_s(row, together=False)
+
+    def _times_s(self, row: int, *, together: bool) -> Floats:
         ranges = range(int(self.tokens.offsets[row]), int(self.tokens.offsets[row + 1]))
         end_s = self.steps.end_s
         parts = [end_s[(f := int(self.tokens.first_step[r])) : f + int(self.tokens.count[r])] for r in ranges]
-        if (several := self.tokens.per_step) is not None:
+        several = None if together else self.tokens.per_step
+        if several is not None:
             parts = [np.repeat(part, several[r]) for part, r in zip(parts, ranges, strict=True)]
         if not parts:
             return np.empty(0)

@@ -8,7 +8,22 @@ from costmodel.formats import kv_format
 from costmodel.memory import GIB
 from costmodel.model import ModelShape
 from serving.errors import UsageError
+from serving.speculative_config import FLAG, SpeculativeConfig, parse_speculative_config
 from sim.deployment import Deployment, eviction_limits
+from sim.speculation import check_speculation
+
+
+def drafting(d: Deployment) -> SpeculativeConfig | None:
+    """Speculative decoding as the engine does it. Raises `UsageError` for what only the twin can be told."""
+    if d.speculative_config is None:
+        return None
+    config = parse_speculative_config(d.speculative_config)
+    if config.acceptance is not None:
+        raise UsageError(
+            f'{FLAG}: "acceptance" is what a twin assumes; the engine finds out by verifying: leave it out'
+        )
+    check_speculation(config, d.policy, None)
+    return config
 
 
 def memory_limits(d: Deployment, shape: ModelShape) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import numpy as np
 from realengine.answer import Listener, Output
 from realengine.engine import Engine
 from realengine.generation import Sampling
+from serving.draft_counts import DraftCounts
 from serving.errors import TokenTwinError, UsageError
 from sim.certainty import Certainty
 from sim.metrics import Summary
@@ -250,6 +251,7 @@ def replay(
     """
     check(workload)
     before, origin_s = len(engine.recorder.requests), engine.now_s()
+    engine.recorder.drafts = DraftCounts()
     clients = _Clients(engine, workload, Prompts(workload, vocab_size, seed), origin_s)
     try:
         interrupted = clients.run(until_s, progress)
@@ -313,7 +315,13 @@ def _record(engine: Engine, workload: Workload, rows: list[int], before: int, or
     return RunRecord(
         requests=RequestTable(**requests),
         steps=table,
-        tokens=TokenRanges(offsets - offsets[0], tokens["first_step"][used] - skipped, tokens["count"][used]),
+        tokens=TokenRanges(
+            offsets - offsets[0],
+            tokens["first_step"][used] - skipped,
+            tokens["count"][used],
+            tokens["per_step"][used] if recorder.speculates else None,
+        ),
+        drafts=recorder.drafts if recorder.speculates else None,
         tenants=workload.tenants,
         num_pages=config.num_pages,
         page_tokens=config.page_tokens,

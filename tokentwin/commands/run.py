@@ -29,7 +29,7 @@ from sim.verdict import verdict
 from sim.workload import Workload, load_workload
 from tokentwin.commands.simulate import ALERT_FIRED, INTERRUPTED, LOST, SLO_MISSED, say_files
 from tokentwin.config_file import print_config, with_config
-from tokentwin.engine_limits import memory_limits
+from tokentwin.engine_limits import drafting, memory_limits
 from tokentwin.flag_tables import DEPLOYMENT, OBSERVE, OUTPUT, PROMISES, RUN, TRAFFIC
 from tokentwin.flags import Flag, takes
 from tokentwin.interrupt import between_events
@@ -244,6 +244,7 @@ def make_engine(plan: RunPlan) -> tuple[Engine, Source]:
         seed=plan.seed,
         quantization=d.quantization,
         kv_cache_dtype=d.kv_cache_dtype,
+        speculative=drafting(d),
     )
     options.torch_device(), options.torch_dtype()  # a wrong name fails before the model is looked for
     source = replace(find_model(options.model, options.load_format), tokenizer=None)
@@ -275,6 +276,8 @@ def _limits(d: Deployment, shape: ModelShape, pages: int | None) -> SchedulerCon
             )
         tokens = longest
     asynchronous = d.policy in CHUNKING if d.async_scheduling is None else d.async_scheduling
+    if d.speculative_config is not None and d.async_scheduling is None:
+        asynchronous = False  # drafts are verified before the next step is planned
     if d.semantics == "vllm-2025" and d.async_scheduling is None:
         asynchronous = False
     limits = SchedulerConfig(

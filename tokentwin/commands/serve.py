@@ -153,7 +153,7 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
     from serving.config import SchedulerConfig
     from serving.policies import CHUNKING, load_policy
     from sim.deployment import fitting_seqs, policy_options
-    from tokentwin.engine_limits import memory_limits
+    from tokentwin.engine_limits import drafting, memory_limits
     from tokentwin.server.engine import EngineBackend
     from tokentwin.server.plain_codec import PlainCodec
 
@@ -178,7 +178,9 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
         long_prefill_token_threshold=d.long_prefill_token_threshold,
         queue_order=d.scheduling_policy,
         **memory_limits(d, source.architecture.shape),
-        async_scheduling=d.policy in CHUNKING if d.async_scheduling is None else d.async_scheduling,
+        async_scheduling=d.policy in CHUNKING and d.speculative_config is None
+        if d.async_scheduling is None
+        else d.async_scheduling,
     )
     options = build.EngineOptions(
         d.model,
@@ -189,6 +191,7 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
         enforce_eager=d.enforce_eager,
         quantization=d.quantization,
         kv_cache_dtype=d.kv_cache_dtype,
+        speculative=drafting(d),
     )
     engine = build.build_engine(
         options,

@@ -12,6 +12,7 @@ from serving.scheduler import Scheduler
 from sim.clock import Clock
 from sim.log import RequestLog
 from sim.replica import Pricer, Replica
+from sim.speculation import Speculation
 from tokentwin.server.backend import Delta, Meters, Timing
 from tokentwin.server.mailbox import Mailbox
 
@@ -72,9 +73,17 @@ class LiveReplica(Replica):
         answers: dict[Request, Answer],
         ended: Callable[[Answer, str], None],
         unread: Callable[[Answer], object],
+        speculation: Speculation | None = None,
     ) -> None:
         super().__init__(
-            clock, index, scheduler, pricer, RequestLog(0), lambda request, now_s: None, fast_forward=False
+            clock,
+            index,
+            scheduler,
+            pricer,
+            RequestLog(0),
+            lambda request, now_s: None,
+            fast_forward=False,
+            speculation=speculation,
         )
         self._meters = meters
         self._tell_end = ended
@@ -125,7 +134,8 @@ class LiveReplica(Replica):
             rows = [
                 row if samples else None for row, samples in zip(rows, plan.samples.tolist(), strict=True)
             ]
-        finished = set(self.scheduler.commit(plan, self._outcome(rows)))
+        outcome = self._outcome(rows) if self._speculator is None else self._verified(plan, rows)
+        finished = set(self.scheduler.commit(plan, outcome))
         self._meters.step(plan.num_tokens)
         for answer in rows:
             if answer is not None and answer.request in self._answers:
@@ -136,6 +146,17 @@ class LiveReplica(Replica):
         if not self.scheduler.config.enable_prefix_caching:
             return ONE_EACH
         return StepOutcome(tokens=[() if row is None else (row.token(row.told),) for row in rows])
+
+    def _verified(self, plan: StepPlan, rows: list[Answer | None]) -> StepOutcome:
+        """The same with drafts: as many tokens as stand."""
+        assert self._speculator is not None
+        outcome, _, given = self._speculator.outcome(plan, self.scheduler)
+        if self.scheduler.config.enable_prefix_caching:
+            outcome.tokens = [
+                () if row is None else [row.token(row.told + i) for i in range(count)]
+                for row, count in zip(rows, given.tolist(), strict=True)
+            ]
+        return outcome
 
     def _tell(self, answer: Answer, *, finished: bool) -> None:
         request = answer.request

@@ -17,7 +17,7 @@ from serving.request import Request, TokenKeys
 from serving.scheduler import Scheduler
 from sim.clock import Clock
 from sim.deployment import Built
-from sim.router import make_router
+from sim.router import RouterOptions, make_router
 from tokentwin.server.backend import (
     Busy,
     Codec,
@@ -102,9 +102,11 @@ class TwinBackend:
                     self._answers,
                     ended=self._ended,
                     unread=self._abort,
+                    speculation=self.built.speculation,
                 )
             )
-        self._router = make_router(d.router, self._replicas)
+        options = RouterOptions(prefix_tokens=d.router_prefix_tokens, load_factor=d.router_load_factor)
+        self._router = make_router(d.router, self._replicas, options)
         self.built.pricer.step_s(2, 2, [(1, 0)], 1, 1, 1)  # makes its tables now and not in the first request
         self._origin_s = time.monotonic()
         self._driver = asyncio.create_task(self._drive())
