@@ -85,7 +85,7 @@ function drawFront() {
   const traces = [
     scatter(rest, S.x, S.y, {name: `miss (${rest.length})`,
       marker: {symbol: "x-thin", size: many, color: C.grey, line: {width: 1.6, color: C.grey}}}),
-    scatter(kept, S.x, S.y, {name: `keep the promises (${kept.length})`,
+    scatter(kept.filter(i => !edge.includes(i)), S.x, S.y, {name: `keep the promises (${kept.length})`,
       marker: {symbol: "circle", size: many, color: main(), line: {width: 0}}}),
     scatter(edge, S.x, S.y, {name: kept.length ? "front of those" : "front of all", mode: "lines+markers",
       line: {color: C.orange, width: 2}, marker: {symbol: "diamond", size: many + 3, color: C.orange}}),

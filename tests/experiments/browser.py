@@ -122,16 +122,17 @@ class Browser:
 
     def click(self, selector: str) -> None:
         """A real click in the middle of an element, scrolled into view."""
-        middle = self.js(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            "e.scrollIntoView({block: 'center', behavior: 'instant'});"
-            "const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
-        )
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.js(f"{element}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        time.sleep(0.15)  # what comes into sight may be drawn only now, and move the rest
+        self.js(f"{element}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        middle = self.js(f"(r => [r.x + r.width / 2, r.y + r.height / 2])({element}.getBoundingClientRect())")
         self.click_at(*middle)
 
     def click_at(self, x: float, y: float) -> None:
         """A real click at a place of the window."""
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        time.sleep(0.1)  # plotly looks for what is under the pointer at most every 50 ms
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
         self.settle()

@@ -1,0 +1,147 @@
+"""`tokentwin explore`: the page's numbers are the sweep's, and its front is what no other point beats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from explored import PRICES, keeps, rows, undominated, usd_per_million
+
+from experiments.explore import explore_html, front_numbers, payload
+from experiments.explore_data import Space, load_space
+from serving.errors import UsageError
+from tokentwin.cli import main
+from tokentwin.commands.sweep import SERVING
+
+
+@pytest.fixture(scope="module")
+def space(sweep: Path) -> Space:
+    return load_space(sweep, serving=SERVING)
+
+
+def test_the_page_holds_the_figures_of_the_sweep(sweep: Path, space: Space) -> None:
+    data = payload(space, sweep, PRICES)
+    for i, row in enumerate(rows(sweep)):
+        assert data["number"][i] == row["index"]
+        for name in ("p95_ttft_ms", "output_throughput", "sim_kv_occupancy_mean"):
+            assert data["figure"][name][i] == pytest.approx(row[name], rel=1e-5)
+        for knob in data["knobs"]:
+            assert knob["values"][data["knob"][knob["key"]][i]] == row[knob["key"]]
+    assert data["limits"] == {
+        "ttft": {"statistic": "p95", "ms": 60.0},
+        "tpot": {"statistic": "p95", "ms": 6.0},
+    }
+    assert data["load"] == "request_rate"
+    assert [pair["name"] for pair in data["pairs"]] == ["Chunk × load", "Batch limit × load"]
+
+
+def test_the_front_is_what_no_other_point_beats(sweep: Path, space: Space) -> None:
+    kept = {r["index"]: (r["p95_ttft_ms"], usd_per_million(r)) for r in rows(sweep) if keeps(r, 60, 6)}
+    assert 1 < len(kept) < 24
+    assert set(front_numbers(space, PRICES)) == undominated(kept)
+
+
+def test_several_runs_of_a_point_are_averaged(tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text(
+        "base: {model: qwen3-0.6b, dataset_name: random, isl: 50, osl: 5, num_prompts: 20, num_runs: 2}\n".replace(
+            ", num_runs: 2", ""
+        )
+        + "num_runs: 2\ngrid: {request_rate: [20, 80]}\n"
+    )
+    main(["sweep", str(tmp_path / "two.yaml"), "-o", str(tmp_path), "--jobs", "1"])
+    table = rows(tmp_path / "two")
+    found = load_space(tmp_path / "two", serving=SERVING)
+    assert [p.runs for p in found.points] == [2, 2]
+    for p, pair in zip(found.points, (table[:2], table[2:]), strict=True):
+        assert p.figures["p95_ttft_ms"] == pytest.approx(sum(r["p95_ttft_ms"] for r in pair) / 2)
+        assert pair[0]["p95_ttft_ms"] != pair[1]["p95_ttft_ms"]
+
+
+def test_the_same_results_make_the_same_page_and_it_loads_nothing(sweep: Path, space: Space) -> None:
+    page = explore_html(space, sweep, PRICES)
+    assert page == explore_html(space, sweep, PRICES)
+    assert len(page.encode()) < 6e6
+    assert "default-src 'none'" in page
+    own = page[page.index("<main>") :]
+    assert "http" not in own.split('id="data"')[0]
+
+
+def test_text_from_the_sweep_cannot_leave_the_data(sweep: Path, tmp_path: Path) -> None:
+    shutil.copytree(sweep, tmp_path / "evil")
+    table = rows(sweep)
+    table[0] |= {"status": "failed", "error": "</script><b>x</b>", "gpu": "</script>"}
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "evil" / "results.parquet")
+    page = explore_html(load_space(tmp_path / "evil", serving=SERVING), tmp_path, PRICES)
+    assert "</script><b>" not in page
+    assert "&lt;/script&gt;" in page  # in the table of failed points
+
+
+def test_a_sweep_that_is_not_over_opens_and_says_so(sweep: Path, tmp_path: Path) -> None:
+    shutil.copytree(sweep, tmp_path / "part")
+    (tmp_path / "part" / "results.parquet").unlink()
+    for left in sorted((tmp_path / "part" / "points").iterdir())[10:]:
+        left.unlink()
+    found = load_space(tmp_path / "part", serving=SERVING)
+    assert len(found.points) == 10
+    assert found.notes[0].startswith("14 of 24 runs are not done yet")
+
+
+def test_where_results_are_looked_for(sweep: Path, tmp_path: Path) -> None:
+    above, file = (
+        load_space(sweep.parent, serving=SERVING),
+        load_space(sweep / "results.parquet", serving=SERVING),
+    )
+    assert above.points == file.points
+    alone = tmp_path / "alone.parquet"
+    shutil.copy(sweep / "results.parquet", alone)
+    bare = load_space(alone)
+    assert bare.knobs == above.knobs
+    assert all(p.command == "" and p.folder is None for p in bare.points)
+    shutil.copytree(sweep, tmp_path / "a")
+    shutil.copytree(sweep, tmp_path / "b")
+    with pytest.raises(UsageError, match="holds 2 sweeps and plans; name one"):
+        load_space(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["nowhere"], "neither a sweep's folder"),
+        (["."], "no sweep.json and no plan.json"),
+        (["SWEEP", "--reports", "99"], "numbered 0 to 23"),
+        (["SWEEP", "-o", "folder"], "a page is one file"),
+        (["SWEEP", "--price", "h200"], "is not GPU=DOLLARS_PER_HOUR"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    flags: list[str], words: str, sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(["explore", *(str(sweep) if flag == "SWEEP" else flag for flag in flags)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_report_of_a_point_has_the_figures_of_the_sweep(sweep: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "grid"
+    shutil.copytree(sweep, copy)
+    row = rows(sweep)[5]
+    assert main(["explore", str(copy), "--reports", "5"]) == 0
+    point = load_space(copy, serving=SERVING).points[5]
+    assert point.report is not None
+    assert point.report.is_file()
+    made = json.loads((point.report.parent / "result.json").read_text())
+    for name in ("p95_ttft_ms", "output_throughput", "sim_num_steps"):
+        assert made[name] == row[name]
+    command = json.loads((point.report.parent / "run.json").read_text())["argv"]
+    assert (
+        main([*command[1:-1], str(tmp_path / "again"), "--replications", "1"]) == 0
+    )  # the command that the page shows
+    again = json.loads((tmp_path / "again" / "result.json").read_text())
+    assert again["p95_ttft_ms"] == row["p95_ttft_ms"]
