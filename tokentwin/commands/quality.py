@@ -92,12 +92,9 @@ def quality(
     windows; speeds are of the engine's own steps.
     Example: tokentwin quality --model models/smollm2 --quantization int8_wo int4_wo --kv-cache-dtype auto int8
     """
-    for name, value, least in (
-        ("--window", window, LEAST_WINDOW),
-        ("--max-tokens", max_tokens, LEAST_WINDOW),
-    ):
-        if value < least:
-            raise UsageError(f"{name} must be at least {least}, got {value}")
+    for name, value in (("--window", window), ("--max-tokens", max_tokens)):
+        if value is not None and value < LEAST_WINDOW:
+            raise UsageError(f"{name} must be at least {LEAST_WINDOW}, got {value}")
     formats = pairs_of(quantization, kv_cache_dtype)
     try:
         from realengine.build import EngineOptions
