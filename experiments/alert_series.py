@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.alerts import LATENCIES, History, Rule, evaluate, evaluations, parse_rules
-from experiments.observed import ALERTS
+from experiments.observed import ALERTS, span_s
 from experiments.series import StepFunction, over_replicas
 from sim.latency import latencies
 from sim.record import Floats, RunRecord, Status
@@ -21,15 +21,6 @@ from sim.record import Floats, RunRecord, Status
 def rules_of(record: RunRecord) -> tuple[Rule, ...]:
     """The rules that a run was given."""
     return parse_rules(record.meta.get(ALERTS) or ())
-
-
-def span_s(record: RunRecord) -> tuple[float, float]:
-    """From the first request to the end of the run, in seconds of its clock."""
-    sent_s = record.requests.sent_s
-    from_s = float(sent_s.min()) if len(sent_s) else 0.0
-    last_s = record.requests.last_token_s
-    last = float(np.nanmax(last_s)) if (~np.isnan(last_s)).any() else from_s
-    return from_s, max(record.end_s, last, from_s)
 
 
 def histories(record: RunRecord, rules: Sequence[Rule] | None = None) -> tuple[History, ...]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from sim.deployment import Built
 from sim.fleet.build import num_gpus, pool_specs
-from sim.fleet.build import num_gpus
 from sim.intervals import Difference, Draw, Figures, Replicated, compare, gather, plan_draws
 from sim.latency import DEFAULT_PERCENTILES
 from sim.metrics import Summary, summarise
@@ -220,9 +219,10 @@ def all_figures(summary: Summary, devices: int | None = None) -> dict[str, float
     return out
 
 
-def num_devices(built: Built) -> int:
-    """GPUs that a deployment takes."""
-    return num_gpus(built.deployment)
+def num_devices(built: Built) -> int | None:
+    """GPUs that a deployment takes; None where an autoscaler changes that."""
+    d = built.deployment
+    return None if any(pool.autoscaler for pool in pool_specs(d)) else num_gpus(d)
 
 
 def differing(a: Built, b: Built) -> dict[str, tuple[object, object]]:

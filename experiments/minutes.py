@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.alert_series import endings, gauge, held, sampled, samples, span_s
-from experiments.report_figures import Roofline
+from experiments.alert_series import endings, gauge, held, sampled, samples
+from experiments.observed import span_s
 from experiments.results import writable
-from experiments.utilisation import rates_by_window
+from experiments.utilisation import Work, rates_by_window
 from sim.record import Floats, RunRecord
 
 FILE = "minutes.parquet"
@@ -22,7 +22,7 @@ DEVICE = "device_samples"
 
 
 def minute_columns(
-    record: RunRecord, work: Roofline | None = None, *, window_s: float = MINUTE_S
+    record: RunRecord, work: Work | None = None, *, window_s: float = MINUTE_S
 ) -> dict[str, Floats]:
     """Columns by name, shape (minutes,); NaN where a minute saw nothing. `work` adds FLOP/s, bytes/s, MFU and MBU.
 
@@ -71,7 +71,7 @@ def device_columns(record: RunRecord, ends_s: Floats, window_s: float) -> dict[s
     return out
 
 
-def write_minutes(record: RunRecord, work: Roofline | None, folder: Path) -> Path:
+def write_minutes(record: RunRecord, work: Work | None, folder: Path) -> Path:
     """Write `minutes.parquet` and return its path. Raises UsageError when it cannot be written."""
     columns = {
         name: values.astype(np.int64) if name in ("arrived", "completed", "failed") else values

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from experiments import theme
-from experiments.alert_series import histories, history_words, span_s
+from experiments.alert_series import histories, history_words
 from experiments.alerts import LATENCIES, SHARES, History
 from experiments.minutes import device_columns, minute_columns
+from experiments.observed import span_s
 from experiments.report_figures import Roofline, clock, window_s
-from experiments.utilisation import engine_work
+from experiments.utilisation import Work, engine_work
 from sim.record import Floats, RunRecord
 
 Panel = tuple[str, str, Any, bool]
@@ -26,8 +27,8 @@ _DRIVER = {
 def observed_panels(record: RunRecord, roofline: Roofline | None) -> list[Panel]:
     """Share of peak, then the alert rules; those without anything to show are left out."""
     out: list[Panel] = []
-    work = roofline if roofline is not None else engine_work(record)
-    if work is not None and len(record.steps):
+    work: Work | None = roofline if roofline is not None else engine_work(record)
+    if work is not None and len(record.steps) and record.fleet is None:  # pools may have other devices
         window = window_s(record)
         every = "minute" if window == 60 else f"{window:.3g} s"
         known = np.isfinite(work.peak_flops_per_s)
@@ -45,7 +46,7 @@ def observed_panels(record: RunRecord, roofline: Roofline | None) -> list[Panel]
     return out
 
 
-def utilisation_figure(record: RunRecord, work: Roofline, window: float) -> Any:
+def utilisation_figure(record: RunRecord, work: Work, window: float) -> Any:
     """MFU and MBU by window in percent, or FLOP/s and bytes/s where peaks are not known; the driver's beside them."""
     at, columns = clock(record), minute_columns(record, work, window_s=window)
     t = at(at.from_s + columns["start_s"] + window / 2)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from sim.record import RunRecord
 
 UTILISATION, ALERTS = "utilisation", "alerts"
 """Keys of `RunRecord.meta`: `experiments.utilisation.Utilisation.json()`, and the rules of `--alert` as text."""
+
+
+def span_s(record: RunRecord) -> tuple[float, float]:
+    """From the first request to the end of the run, in seconds of its clock."""
+    sent_s = record.requests.sent_s
+    from_s = float(sent_s.min()) if len(sent_s) else 0.0
+    last_s = record.requests.last_token_s
+    last = float(np.nanmax(last_s)) if (~np.isnan(last_s)).any() else from_s
+    return from_s, max(record.end_s, last, from_s)
 
 
 def observed_json(record: RunRecord) -> dict[str, Any]:
@@ -44,7 +55,7 @@ def alert_lines(record: RunRecord) -> list[tuple[bool, str]]:
     """(whether it fired, a sentence) for each alert rule of a run."""
     if not record.meta.get(ALERTS):
         return []
-    from experiments.alert_series import histories, history_words, span_s
+    from experiments.alert_series import histories, history_words
 
     from_s = span_s(record)[0]
     return [(history.fired, history_words(history, from_s)) for history in histories(record)]

@@ -11,15 +11,42 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from costmodel.model import ModelShape
 from costmodel.work import step_work
-from experiments.alert_series import span_s
-from experiments.report_figures import Roofline
+from experiments.observed import span_s
+from sim.deployment import Built
 from sim.record import Floats, RunRecord
+
+
+class Work(Protocol):
+    """Work of every step on one device, in rows of the step table, and the device's peaks (NaN where not known).
+
+    `experiments.report_figures.Roofline` is one too.
+    """
+
+    @property
+    def flops(self) -> Floats: ...
+    @property
+    def bytes(self) -> Floats: ...
+    @property
+    def peak_flops_per_s(self) -> float: ...
+    @property
+    def peak_bytes_per_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The plain one."""
+
+    flops: Floats
+    bytes: Floats
+    peak_flops_per_s: float = math.nan
+    peak_bytes_per_s: float = math.nan
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +69,20 @@ class Utilisation:
         return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-def engine_work(record: RunRecord) -> Roofline | None:
+def twin_work(record: RunRecord, built: Built) -> StepWork:
+    """Work of the steps of a simulated run; each prompt chunk counts as sampled once."""
+    s, pricer = record.steps, built.pricer
+    flops, num_bytes = pricer.step_work(
+        s.num_tokens,
+        s.num_decodes + s.num_prefills,
+        s.prefill_attention_area,
+        s.prefill_context_sum,
+        s.decode_context_sum,
+    )
+    return StepWork(flops, num_bytes, pricer.peak_flops, pricer.peak_bytes_per_s)
+
+
+def engine_work(record: RunRecord) -> StepWork | None:
     """Work of the steps of a run of the engine, from the shape and peaks that its `meta` holds; None of other runs.
 
     Peaks are NaN where they are not known, as of a CPU.
@@ -62,11 +102,12 @@ def engine_work(record: RunRecord) -> Roofline | None:
         kv_bytes=facts["bytes_per_number"],
         activation_bytes=facts["bytes_per_number"],
     )
-    peaks = (facts.get(name) for name in ("peak_flops_per_s", "peak_bytes_per_s"))
-    return Roofline(flops, num_bytes, *(math.nan if p is None else p for p in peaks), device=facts["device"])
+    peaks = [facts.get(name) for name in ("peak_flops_per_s", "peak_bytes_per_s")]
+    flops_per_s, bytes_per_s = (math.nan if peak is None else float(peak) for peak in peaks)
+    return StepWork(flops, num_bytes, flops_per_s, bytes_per_s, facts["device"])
 
 
-def utilisation(record: RunRecord, work: Roofline) -> Utilisation:
+def utilisation(record: RunRecord, work: Work) -> Utilisation:
     """Means over a run; `work` may have NaN peaks."""
     s = record.steps
     busy_s = float((s.end_s - s.start_s).sum())
@@ -87,7 +128,7 @@ def utilisation(record: RunRecord, work: Roofline) -> Utilisation:
     )
 
 
-def step_shares(record: RunRecord, work: Roofline) -> tuple[Floats, Floats]:
+def step_shares(record: RunRecord, work: Work) -> tuple[Floats, Floats]:
     """(MFU, MBU) of every step, shape (steps,) each; NaN for a step without length or a device without known peaks."""
     length_s = record.steps.end_s - record.steps.start_s
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -95,7 +136,7 @@ def step_shares(record: RunRecord, work: Roofline) -> tuple[Floats, Floats]:
     return work.flops * per_s / work.peak_flops_per_s, work.bytes * per_s / work.peak_bytes_per_s
 
 
-def rates_by_window(record: RunRecord, work: Roofline, edges_s: Floats) -> tuple[Floats, Floats]:
+def rates_by_window(record: RunRecord, work: Work, edges_s: Floats) -> tuple[Floats, Floats]:
     """(FLOP/s, bytes/s) of one device between each pair of edges, shape (edges − 1,) each; idle time counts.
 
     A step's work is spread evenly over its time, so that the windows add up to the run.

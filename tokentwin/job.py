@@ -10,8 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from experiments.observed import ALERTS, UTILISATION
-from experiments.report_figures import step_roofline
-from experiments.utilisation import utilisation
+from experiments.utilisation import twin_work, utilisation
 from serving.errors import UsageError
 from sim.certainty import assess
 from sim.deployment import Built, Deployment, build
@@ -178,7 +177,7 @@ def run_job(
         )
     known = {}
     if record.fleet is None:  # pools may have other devices
-        known = {UTILISATION: utilisation(record, step_roofline(record, job.built)).json()}
+        known = {UTILISATION: utilisation(record, twin_work(record, job.built)).json()}
     record = replace(record, meta={**_meta(job, workload, label), **known, **record.meta})
     summary = summarise(record, percentiles=job.percentiles, goodput=job.goodput, slos=job.slos)
     certainty = assess(
