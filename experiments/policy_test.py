@@ -6,20 +6,18 @@ served, the device never idles with work at hand (unless the policy says so), an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.policy_test_cases import Case, random_case, smaller, starving_cases
-from experiments.policy_test_watch import MOST_OVERTAKEN, Problem, Watched, differs, overtaken, run, watch
+from experiments.policy_test_cases import Case, random_case, shrink, starving_cases
+from experiments.policy_test_watch import MOST_OVERTAKEN, Problem, differs, overtaken, run, watch
 from serving.errors import UsageError
 from serving.policies import BatchPolicy, load_policy
 from sim.deployment import policy_options
 
 CASES = 40
-MOST_SHRINKS = 500
-SHRINK_S = 10.0
+MOST_SHRINKS = 400
 
 CHECKS = {
     "raises": "no exception in the policy",
@@ -61,9 +59,6 @@ class Conformance:
     @property
     def passed(self) -> bool:
         return all(check.passed is not False for check in self.checks)
-
-
-Finder = Callable[[Case], Problem | None]
 
 
 def check_policy(
@@ -122,8 +117,13 @@ def _check(
         if kind == "starves":
             return Check(kind, False, problem.words, case)
         finder = {"differs": _determinism, "steady": _leaps}.get(kind, _rules)
-        case, problem = shrink(case, problem, finder)
-        return Check(kind, False, problem.words, case)
+
+        def breaks(smaller: Case) -> bool:
+            found = finder(smaller)
+            return found is not None and found.kind == kind
+
+        case = shrink(case, breaks, MOST_SHRINKS)
+        return Check(kind, False, (finder(case) or problem).words, case)
     if kind == "starves" and starving:
         return Check(kind, None, starving)
     if kind == "starves" and found:
@@ -192,24 +192,3 @@ def _starvation(case: Case, victim: int) -> Problem | None:
         "starves",
         f"{count} later requests ended before request {victim} (prompt {row.prompt}, answer {row.output} tokens)",
     )
-
-
-def shrink(case: Case, problem: Problem, finder: Finder) -> tuple[Case, Problem]:
-    """The smallest case found that still breaks the same rule, by leaving out rows and then making them simpler."""
-    ends_s = time.monotonic() + SHRINK_S
-    tries = 0
-    shrunk = True
-    while shrunk:
-        shrunk = False
-        for candidate in smaller(case):
-            tries += 1
-            if tries > MOST_SHRINKS or time.monotonic() > ends_s:
-                return case, problem
-            found = finder(candidate)
-            if found is not None and found.kind == problem.kind:
-                case, problem, shrunk = candidate, found, True
-                break
-    return case, problem
-
-
-__all__ = ["CHECKS", "Check", "Conformance", "Watched", "check_policy", "conserves_work", "shrink"]

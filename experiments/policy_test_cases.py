@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,18 +177,36 @@ def starving_cases(policy: Mapping[str, Any]) -> Iterator[tuple[str, int, Case]]
         yield name, 8, Case(settings, (*[small] * 8, victim, *[small] * STREAM))
 
 
-def smaller(case: Case) -> Iterator[Case]:
-    """Cases with less in them, the boldest cuts first."""
+def shrink(case: Case, breaks: Callable[[Case], bool], most_tries: int) -> Case:
+    """A smaller case that still `breaks` a rule: all at once, rows left out, then each row made simpler."""
+    tries = 0
+
+    def still(rows: tuple[Row, ...]) -> bool:
+        nonlocal tries
+        tries += 1
+        return bool(rows) and tries <= most_tries and breaks(replace(case, rows=rows))
+
     rows = case.rows
-    size = len(rows) // 2
-    while size >= 1:
-        for start in range(0, len(rows), size):
-            if left := (*rows[:start], *rows[start + size :]):
-                yield replace(case, rows=left)
-        size //= 2
-    for i, row in enumerate(rows):
-        for changed in _simpler(row):
-            yield replace(case, rows=(*rows[:i], changed, *rows[i + 1 :]))
+    if still(at_once := tuple(replace(row, arrival_s=0.0) for row in rows)):
+        rows = at_once
+    before: tuple[Row, ...] = ()
+    while rows != before:
+        before = rows
+        size = max(len(rows) // 2, 1)
+        while size:
+            start = 0
+            while start < len(rows):
+                if still(left := (*rows[:start], *rows[start + size :])):
+                    rows = left
+                else:
+                    start += size
+            size //= 2
+        for i in range(len(rows)):
+            while changed := next(
+                (r for r in _simpler(rows[i]) if still((*rows[:i], r, *rows[i + 1 :]))), None
+            ):
+                rows = (*rows[:i], changed, *rows[i + 1 :])
+    return replace(case, rows=rows)
 
 
 def _simpler(row: Row) -> Iterator[Row]:
