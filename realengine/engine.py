@@ -334,8 +334,12 @@ class Engine:
             return [[token] for token in drawn.tokens.tolist()]
         seqs = self.scheduler.seqs
         given = [new[:count] for new, count in zip(drawn.tokens.tolist(), drawn.counts.tolist(), strict=True)]
+        answers = [flight.answers[row] for row in rows]
+        decoding = [
+            a.request if a is not None and not a.over and len(a.ids) > a.num_prompt else None for a in answers
+        ]
+        self.recorder.verified(decoding, flight.num_drafts, drawn.counts - 1)
         if plan.drafts is not None:
-            self.recorder.verified(flight.num_drafts, drawn.counts - 1)
             ends = ends - plan.drafts[rows]
         for at, (slot, first) in enumerate(zip(slots.tolist(), ends.tolist(), strict=True)):
             # Nothing is known of tokens past the limit, and no stop condition may be met there.

@@ -7,6 +7,7 @@ for, hold what a replay needs: who arrived or left at which step boundary, and w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -48,6 +49,8 @@ class RequestRow:
     reason: str = ""
     ranges: list[tuple[int, int]] = field(default_factory=list)
     """(first step, steps) of consecutive steps that gave as many tokens each."""
+    verdicts: list[tuple[int, int]] = field(default_factory=list)
+    """(drafted, accepted) of every decode step, where drafts are made."""
     per_step: list[int] = field(default_factory=list)
     """That many, by range; empty where every step gave one."""
     start: int = -1
@@ -189,9 +192,17 @@ class Recorder:
         row.output_tokens += count
         row.last_token_s = self.steps[step].end_s
 
-    def verified(self, num_drafts: npt.NDArray[np.int64], num_accepted: npt.NDArray[np.int64]) -> None:
-        """A step verified so many drafts of each sequence, and so many stood."""
+    def verified(
+        self,
+        requests: Sequence[Request | None],
+        num_drafts: npt.NDArray[np.int64],
+        num_accepted: npt.NDArray[np.int64],
+    ) -> None:
+        """A step verified so many drafts of each sequence, and so many stood; None where it was no decode."""
         self.drafts.count(num_drafts, num_accepted)
+        for request, *verdict in zip(requests, num_drafts.tolist(), num_accepted.tolist(), strict=True):
+            if request is not None:
+                self._row(request).verdicts.append((verdict[0], verdict[1]))
 
     def settle(self) -> None:
         """Write down what unfinished requests have produced so far."""
@@ -217,7 +228,9 @@ class Recorder:
 
     def request_columns(self) -> Columns:
         """Columns of the record's request table, in order of sending."""
-        names = [f.name for f in fields(RequestRow) if f.name not in ("ranges", "per_step", "start")]
+        names = [
+            f.name for f in fields(RequestRow) if f.name not in ("ranges", "verdicts", "per_step", "start")
+        ]
         columns = {name: np.array([getattr(row, name) for row in self.requests]) for name in names}
         columns["reason"] = np.array([row.reason for row in self.requests], object)
         return columns
