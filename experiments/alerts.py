@@ -81,6 +81,9 @@ class Rule:
         """A value of the rule's metric as it is typed."""
         if self.metric in LATENCIES:
             return duration_text(value)
+        percent = f"{value * 100:g}"
+        if self.metric in SHARES and float(percent) / 100 == value:
+            return f"{percent}%"
         return _number(value)
 
     def said(self, value: float) -> str:

@@ -95,6 +95,7 @@ def alert_figure(record: RunRecord, found: tuple[History, ...]) -> Any:
             shade = theme.translucent(theme.LIMIT, 0.2)
             fig.add_vrect(x0=edges[0], x1=edges[1], fillcolor=shade, line_width=0, row=row, col=1)
         fig.update_yaxes(title_text=f"{rule.metric}{unit}", rangemode="tozero", row=row, col=1)
+    fig.update_layout(showlegend=False)
     return fig.update_xaxes(title_text=at.title, row=len(found), col=1)
 
 

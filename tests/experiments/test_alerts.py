@@ -278,3 +278,10 @@ def test_json_counts_from_the_first_request() -> None:
     assert any_fired(later)
     assert alert_lines(later) == [(True, f"{RULE}: fired at 7m, cleared at 9m (worst 2 s).")]
     assert (observed_json(run), any_fired(run)) == ({}, False)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.07, 0.29, 0.57, 0.6, 0.9, 1.0, 1 / 3])
+def test_shares_are_written_in_percent_where_that_says_the_same(share: float) -> None:
+    rule = Rule("kv_usage", "mean", 60.0, ">", share)
+    assert parse_rule(str(rule)) == rule
+    assert str(rule).endswith("%") == (share != 1 / 3)
