@@ -18,7 +18,7 @@ from realengine.ops import Linear, Ops, make_ops
 from realengine.parallel import SINGLE, TensorParallel
 from realengine.quant import Matrix, cut_columns, cut_rows, join, moved, quantize, scheme_of
 from realengine.quant_checkpoint import Packing, packing_of
-from realengine.quant_kv import cache_layout
+from realengine.quant_kv import cache_layout, check_device
 from realengine.tokenizer import Tokenizer
 from serving.errors import UsageError
 
@@ -98,10 +98,9 @@ def load(
     With `quantization` (`realengine.quant.SCHEMES`) the layers' matrices are rounded to nearest; a checkpoint that is
     quantised stays so. Raises `UsageError` for a format that the engine or the checkpoint does not have.
     """
-    cache_layout(
-        kv_cache_dtype, source.architecture.shape.head_dim, dtype
-    )  # a wrong name fails before loading
     architecture = source.architecture
+    cache_layout(kv_cache_dtype, architecture.shape.head_dim, dtype)  # a wrong name fails before loading
+    check_device(kv_cache_dtype, device)
     architecture.shape.check_tensor_parallel(ranks.size)
     scheme = scheme_of(quantization, source.packing.method if source.packing is not None else None)
     ops = make_ops(architecture.rope, architecture.shape.head_dim, max_positions, device, dtype)

@@ -28,7 +28,10 @@ def cache_layout(kv_cache_dtype: str, head_dim: int, dtype: torch.dtype) -> Layo
     `auto` caches in the engine's own `dtype`. Raises `UsageError` for a format that the engine does not have.
     """
     if kv_cache_dtype not in ENGINE_KV_DTYPES:
-        raise UsageError(f"--kv-cache-dtype {kv_cache_dtype!r}: {nearest(kv_cache_dtype, ENGINE_KV_DTYPES)}")
+        raise UsageError(
+            f"--kv-cache-dtype {kv_cache_dtype!r} is not known to the engine; "
+            f"{nearest(kv_cache_dtype, ENGINE_KV_DTYPES)}"
+        )
     name = KV_DTYPES[kv_cache_dtype]
     if name == "int4" and head_dim % 2:
         raise UsageError(
@@ -48,6 +51,14 @@ def cache_layout(kv_cache_dtype: str, head_dim: int, dtype: torch.dtype) -> Layo
         return [(whole, torch.float8_e4m3fn)] * 2
     stored = (whole, torch.int8) if name == "int8" else ((head_dim // 2,), torch.uint8)
     return [stored, stored, ((), torch.float32), ((), torch.float32)]
+
+
+def check_device(kv_cache_dtype: str, device: torch.device) -> None:
+    """Raise `UsageError` for an fp8 cache on a GPU that has no e4m3 numbers (before Ada and Hopper)."""
+    if device.type != "cuda" or KV_DTYPES.get(kv_cache_dtype) != "fp8":
+        return
+    if torch.cuda.get_device_capability(device) < (8, 9):  # pragma: no cover - needs a GPU
+        raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: this GPU has no fp8 (e4m3); use int8")
 
 
 def kv_bytes_per_token(

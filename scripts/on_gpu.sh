@@ -44,13 +44,13 @@ if [[ $DEVICE == cpu ]]; then
   SIZE=(--max-num-seqs 4 --max-num-batched-tokens 64 --max-model-len 128)
   TRAFFIC=(--num-prompts 8 --random-input-len 24 --random-output-len 8 --random-prefix-len 16)
   CROWD=(--requests 4 --prompt-tokens 16 --new-tokens 8)
-  BUDGET=8s LOADS=0.5,0.8
+  BUDGET=8s QUANT_BUDGET=6 LOADS=0.5,0.8
 else
   MODEL=${MODEL:-llama-3.1-8b}
   SIZE=(--max-num-seqs 64 --max-num-batched-tokens 2048 --max-model-len 4096)
   TRAFFIC=(--num-prompts 96 --random-input-len 512 --random-output-len 64 --random-prefix-len 128)
   CROWD=(--requests 64 --prompt-tokens 256 --new-tokens 64)
-  BUDGET=70s LOADS=0.3,0.6,0.8,0.9
+  BUDGET=70s QUANT_BUDGET=45 LOADS=0.3,0.6,0.8,0.9
 fi
 ((QUICK)) && FAST=(--quick) || FAST=()
 
@@ -81,8 +81,11 @@ stage engine_speed 75 "$PYTHON" scripts/engine_speed.py --device "$DEVICE" --mod
   --json "$OUT/engine_speed.json"
 stage calibrate 120 "$PYTHON" -m tokentwin calibrate --device "$DEVICE" --model "$MODEL" --load-format dummy \
   --budget "$BUDGET" --rounds 1 "${SIZE[@]}" -o "$OUT/profile.json"
-stage quantised 60 "$PYTHON" scripts/quant_profile.py --device "$DEVICE" --profile "$OUT/profile.json" "${FAST[@]}" \
-  -o "$OUT/profile-quantised.json"
+stage quantised 90 "$PYTHON" scripts/quant_profile.py --device "$DEVICE" --model "$MODEL" --budget-s "$QUANT_BUDGET" \
+  "${SIZE[@]}" --profile "$OUT/profile.json" -o "$OUT/profile-quantised.json"
+stage live_quantised 60 "$PYTHON" -m tokentwin validate "$OUT/profile-quantised.json" --live --device "$DEVICE" \
+  --model "$MODEL" --load-format dummy --quantization int4_wo --kv-cache-dtype int8 --sweep-load 0.7 --no-interleave \
+  "${SIZE[@]}" "${TRAFFIC[@]}" -o "$OUT/live-quantised"
 INTERLEAVE=--no-interleave
 [[ $DEVICE == cpu ]] && INTERLEAVE=--interleave
 stage live 150 "$PYTHON" -m tokentwin validate "$OUT/profile.json" --live --device "$DEVICE" --model "$MODEL" \

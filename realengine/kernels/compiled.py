@@ -85,6 +85,9 @@ class Case:
     """Has 16-byte asynchronous copies, or 16-byte loads where nothing is staged."""
     products: bool = False
     """Uses wgmma on Hopper."""
+    narrow_loads: int = 0
+    """16-bit loads that are right: one scale per channel and step."""
+    least_arch: int = 80
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -94,27 +97,34 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def cases(*, quick: bool = False) -> Iterator[Case]:
     """Every kernel at the shapes that matter: Llama-3.1-8B's, and the odd head sizes and groups."""
-    attention = [(32, 8, 128, 16), (32, 8, 128, 8), (32, 8, 128, 4)]
+    attention = [(32, 8, 128, 16), (32, 8, 128, 8), (32, 8, 128, 4), (32, 8, 128, FP8)]
     if not quick:
         attention += [(9, 3, 64, 16), (32, 32, 80, 16), (32, 32, 96, 16), (64, 8, 128, 16)]
         attention += [(9, 3, 64, 8), (32, 32, 96, 4)]
     for heads, kv_heads, dim, bits in attention:
         shape = f"{heads}/{kv_heads} heads of {dim}, {KV_NAMES[bits]}"
-        yield Case(f"decode, {shape}", partial(_decode, heads, kv_heads, dim, bits), streams=True)
+        arch = 90 if bits == FP8 else 80
+        build = partial(_decode, heads, kv_heads, dim, bits)
+        yield Case(f"decode, {shape}", build, streams=True, least_arch=arch)
         build = partial(_prefill, heads, kv_heads, dim, bits)
-        yield Case(f"prefill, {shape}", build, streams=True, products=True)
+        yield Case(f"prefill, {shape}", build, streams=True, products=True, least_arch=arch)
     if not quick:
         yield Case("decode, 32/8 heads of 128, float32", partial(_decode, 32, 8, 128, 32), streams=True)
         yield Case("prefill, 32/8 heads of 128, float32", partial(_prefill, 32, 8, 128, 32), streams=True)
     for tokens in (1, 64, 4096):
         for bits in (8, 4):
             build = partial(_gemm, tokens, bits)
-            yield Case(f"GEMM int{bits}, {tokens} tokens", build, streams=True, products=True)
+            narrow = 2 if bits == 4 else 0
+            yield Case(
+                f"GEMM int{bits}, {tokens} tokens", build, streams=True, products=True, narrow_loads=narrow
+            )
     yield Case("RMSNorm", partial(_norm, residual=False), streams=True)
     yield Case("RMSNorm + residual", partial(_norm, residual=True), streams=True)
     yield Case("SiLU·mul", lambda: [activation.silu_mul_launch(meta(64, 28672))[0]], streams=True)
-    for bits in (16, 8, 4):
-        yield Case(f"rotary + KV write, {KV_NAMES[bits]}", partial(_rotary, bits, norm=False), streams=True)
+    for bits in (16, 8, 4, FP8):
+        build = partial(_rotary, bits, norm=False)
+        arch = 90 if bits == FP8 else 80
+        yield Case(f"rotary + KV write, {KV_NAMES[bits]}", build, streams=True, least_arch=arch)
     yield Case("rotary + KV write, qk-norm", partial(_rotary, 16, norm=True), streams=True)
     for bits in (8, 4):
         yield Case(f"quantise KV, {KV_NAMES[bits]}", partial(_quantize, bits), streams=True)
@@ -126,12 +136,15 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
     yield Case("verify, n-gram", partial(_verify, given=False), streams=True)
 
 
-KV_NAMES = {16: "bf16", 8: "int8", 4: "int4"}
+FP8 = -8
+"""e4m3: as many bits as int8, and no scales."""
+KV_NAMES = {16: "bf16", 8: "int8", 4: "int4", FP8: "fp8"}
 
 
 def _cache(kv_heads: int, dim: int, bits: int) -> tuple[Tensor, Tensor | None]:
-    width, kind = {32: (dim, F32), 16: (dim, BF16), 8: (dim, I8), 4: (dim // 2, U8)}[bits]
-    scale = None if bits >= 16 else meta(1024, 16, kv_heads, dtype=F32)
+    kinds = {32: F32, 16: BF16, 8: I8, 4: U8, FP8: torch.float8_e4m3fn}
+    width, kind = dim // 2 if bits == 4 else dim, kinds[bits]
+    scale = None if bits not in (8, 4) else meta(1024, 16, kv_heads, dtype=F32)
     return meta(1024, 16, kv_heads, width, dtype=kind), scale
 
 
@@ -165,7 +178,7 @@ def _gemm(tokens: int, bits: int, n: int = 4096, k: int = 4096) -> list[Launch]:
     x = meta(tokens, k)
     if bits == 8:
         return quant_gemm.gemm_int8_launches(x, meta(n, k, dtype=I8), meta(n, dtype=F32))[0]
-    scales, zeros = meta(k // 128, n, dtype=F32), meta(k // 128, n, dtype=U8)
+    scales, zeros = meta(k // 128, n, dtype=torch.float16), meta(k // 128, n, dtype=U8)
     return quant_gemm.gemm_int4_launches(x, meta(n, k // 2, dtype=U8), scales, zeros, 128)[0]
 
 
@@ -228,7 +241,8 @@ def compile_all(archs: list[int], *, quick: bool = False) -> list[Compiled]:
     for arch in archs:
         with assume(DEVICES[arch]):
             for case in cases(quick=quick):
-                results += [examine(case.name, launch, arch) for launch in case.launches()]
+                if arch >= case.least_arch:
+                    results += [examine(case.name, launch, arch) for launch in case.launches()]
     return results
 
 
@@ -279,7 +293,7 @@ def faults(results: list[Compiled]) -> list[str]:
         helper = result.kernel.startswith(("join_parts", "sum_splits"))
         if result.spilled:
             found.append(f"{where}: {result.spilled} bytes of registers spilled")
-        if result.narrow_loads:
+        if result.narrow_loads > case.narrow_loads:
             found.append(f"{where}: {result.narrow_loads} loads of a single 16-bit number")
         if result.shared > SHARED_LIMIT[result.arch]:
             found.append(f"{where}: {result.shared} bytes of shared memory are more than a program can have")
@@ -313,7 +327,8 @@ def markdown(results: list[Compiled], version: str = triton.__version__) -> str:
         "Written by `python -m realengine.kernels.compiled` with Triton "
         f"{version}; no GPU is needed. Loads and products are counts of instructions in the machine code, "
         "not of their executions. Tests assert: no spill, no load of a single 16-bit number, 16-byte copies or loads "
-        "in every kernel that streams, and warpgroup products (wgmma) on sm_90 in prefill and GEMM kernels.",
+        "in every kernel that streams, and warpgroup products (wgmma) on sm_90 in prefill and GEMM kernels. "
+        "The 16-bit loads of the int4 GEMM are its scales, one per channel and group. fp8 caches need sm_89.",
     ]
     for arch in sorted({result.arch for result in results}):
         lines += [

@@ -61,13 +61,14 @@ def load_tile(  # type: ignore[no-untyped-def]
     int4 unpacks into two halves; otherwise `low` is the whole head and `high` the same again. FULL: every token of the
     tile exists, so nothing needs a mask.
     """
+    NOTHING: tl.constexpr = 0.0 if BITS == 16 else 0  # fp8 takes no whole number
     at = cache + slots.to(tl.int64)[:, None] * slot_row + head * WIDTH + cells[None, :]
     if FULL and WIDTH == PAD:
         raw = tl.load(at)
     elif FULL:
-        raw = tl.load(at, mask=cells[None, :] < WIDTH, other=0)
+        raw = tl.load(at, mask=cells[None, :] < WIDTH, other=NOTHING)
     else:
-        raw = tl.load(at, mask=inside[:, None] & (cells[None, :] < WIDTH), other=0)
+        raw = tl.load(at, mask=inside[:, None] & (cells[None, :] < WIDTH), other=NOTHING)
     scale = 1.0
     if BITS != 16:
         if FULL:

@@ -150,6 +150,7 @@ _TYPE_NAMES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.bool: "i1",
