@@ -145,3 +145,9 @@ def test_a_report_of_a_point_has_the_figures_of_the_sweep(sweep: Path, tmp_path:
     )  # the command that the page shows
     again = json.loads((tmp_path / "again" / "result.json").read_text())
     assert again["p95_ttft_ms"] == row["p95_ttft_ms"]
+
+
+def test_a_plan_of_another_version_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"schema": "tokentwin-plan/0"}')
+    with pytest.raises(UsageError, match="not a plan of this version"):
+        load_space(tmp_path)

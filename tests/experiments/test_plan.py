@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from costmodel.profile import list_profiles
 from experiments.capacity_traffic import Closed, make_traffic
 from experiments.capacity_trial import Promises, judge
+from experiments.explore import payload
+from experiments.explore_data import load_space
 from experiments.plan import Plan, front_point, make_candidates, make_plan
 from experiments.plan_bounds import bounds_of, broken
 from experiments.plan_report import flips, plan_json, plan_lines, repository, vllm_command
@@ -231,6 +234,20 @@ def test_users_can_be_planned_for_instead_of_a_rate() -> None:
     assert np.isfinite(found.winner.usd_per_million_tokens)
 
 
+def check_click_through(folder: Path, fleets: list[dict[str, Any]]) -> None:
+    """`tokentwin explore` shows the plan's figures, and each fleet's link leads to the run that they are of."""
+    assert main(["explore", str(folder)]) == 0
+    data = payload(load_space(folder), folder, {})
+    assert data["figure"]["p95_ttft_ms"] == pytest.approx([f["p95_ttft_ms"] for f in fleets], rel=1e-5)
+    assert data["prices"]["l40s"] == {"usd": 1.0, "example": False}
+    assert data["limits"] == {"ttft": {"statistic": "p95", "ms": 200.0}}
+    assert all(data["has"])
+    for href, fleet in zip(data["report"], fleets, strict=True):
+        result = json.loads((folder / href).with_name("result.json").read_text())
+        assert result["p95_ttft_ms"] == pytest.approx(fleet["p95_ttft_ms"])
+        assert result["sim_meets_slos"]
+
+
 def test_the_command_fits_the_terminal_and_writes_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +270,7 @@ def test_the_command_fits_the_terminal_and_writes_reports(
     assert "vllm serve meta-llama/Llama-3.2-1B-Instruct" in out
     fleets = json.loads((tmp_path / "plan.json").read_text())["fleets"]
     assert len(list(tmp_path.glob("*/report.html"))) == len(fleets) == 2
+    check_click_through(tmp_path, fleets)
     assert (
         main([*arguments[:-4], "--total-gpus", "1", "--ttft", "1", "--slo", "p95_tpot:5", "--fail-on-slo"])
         == 3

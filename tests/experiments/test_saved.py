@@ -18,6 +18,7 @@ from serving.errors import UsageError
 from sim.metrics import summarise
 from sim.record import RunRecord, Tenant, TokenRanges
 from tokentwin import simulate
+from tokentwin.cli import main
 from tokentwin.run import Run
 
 WORKLOAD = """
@@ -123,3 +124,22 @@ def test_any_ranges_of_tokens_survive(
     back = load_record(folder).tokens
     for name in TokenRanges.__slots__:
         np.testing.assert_array_equal(getattr(back, name), getattr(record.tokens, name))
+
+
+def test_drafts_replicas_and_alerts_are_in_the_report_of_the_folder_too(tmp_path: Path) -> None:
+    flags = "--model qwen3-0.6b --gpu h200 --dataset-name random --isl 100 --osl 40 --request-rate 400 --num-prompts 80"
+    flags += " --max-num-seqs 4 --data-parallel-size 2 --replications 1"
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3, "acceptance": 0.6}'
+    more = [
+        "--speculative-config",
+        drafts,
+        "--alert",
+        "ttft:p95:1s > 0.01s for 1s",
+        "-o",
+        str(tmp_path / "run"),
+    ]
+    assert main(["simulate", *flags.split(), *more]) == 0
+    opened = open_run(tmp_path / "run")
+    assert opened.record.tokens.per_step is not None
+    again = opened.report(tmp_path / "again.html")
+    assert again.read_bytes() == (tmp_path / "run" / "report.html").read_bytes()
