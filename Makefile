@@ -10,7 +10,7 @@ WORKERS ?= 2
 DEMO := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench picture example format clean
+.PHONY: help demo test lint bench picture example gallery format clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ picture: demo ## Make docs/img/report.png from the demo's report (needs chromium
 
 example: $(VENV)/.dev ## Put the output of the first example into README.md
 	@$(BIN)/python docs/example.py
+
+gallery: $(VENV)/.dev ## Make docs/toolbox.md and its pictures (needs chromium)
+	@$(BIN)/python -m experiments.gallery
 
 format: $(VENV)/.dev ## Format the code
 	$(BIN)/ruff check --fix .

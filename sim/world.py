@@ -249,7 +249,7 @@ class _World:
             tenant,
             self._weight[tenant],
         )
-        if self._turn is not None:
+        if self._turn is not None and self._first_turn[row] >= 0:
             request.session, request.turn = self._first_turn[row], self._turn[row]
         return request
 
@@ -365,9 +365,7 @@ class _World:
 
 def session_names(workload: Workload) -> Callable[[Request], int | None]:
     """What names the session of a request: its first turn's row; None for one that has no other turns."""
-    first = workload.conversations()[0]
-    several = np.bincount(first, minlength=len(workload))[first] > 1
-    names = [row if more else None for row, more in zip(first.tolist(), several.tolist(), strict=True)]
+    names = [row if row >= 0 else None for row in workload.conversations()[0].tolist()]
 
     def name(request: Request) -> int | None:
         assert isinstance(request.id, int)

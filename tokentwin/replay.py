@@ -183,7 +183,7 @@ class _Clients:
             tenant=tenant,
             deadline_s=math.inf if limit_s is None else self._engine.now_s() + limit_s,
             weight=w.tenants[tenant].weight,
-            turn=(int(self._first_turn[row]), int(self._turn[row])),
+            turn=(first, int(self._turn[row])) if (first := int(self._first_turn[row])) >= 0 else None,
         )
 
     def _listener(self, row: int) -> Listener:

@@ -56,7 +56,7 @@ class Workload:
         return len(self.sent_s)
 
     def conversations(self) -> tuple[Ints, Ints]:
-        """For each request the row that began its conversation (itself where there is none) and its turn from 0."""
+        """For each request the row that began its conversation and its turn from 0; row -1 where it is no turn of any."""
         first = np.arange(len(self))
         turn = np.zeros(len(self), np.int64)
         before = self.after
@@ -64,6 +64,9 @@ class Workload:
             first[later] = before[later]
             turn[later] += 1
             before = np.where(later, self.after[before], -1)
+        goes_on = np.zeros(len(self), np.bool_)
+        goes_on[self.after[self.after >= 0]] = True
+        first[(turn == 0) & ~goes_on] = -1
         return first, turn
 
     def page_keys(self, row: int, page_tokens: int) -> list[int]:

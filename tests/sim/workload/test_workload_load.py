@@ -435,3 +435,13 @@ def test_a_saved_spec_is_read_back_as_the_same_spec(
     again = parse_spec(saved)
     assert again == spec
     assert (load_workload(again, seed=seed).sent_s == workload.sent_s).all()
+
+
+def test_conversations_by_first_row_and_turn() -> None:
+    """Rows 0, 2 and 3 are one conversation, 1 stands alone, 4 and 5 are another."""
+    from tests.sim.worlds import make_workload
+
+    workload = make_workload([0.0] * 6, [5] * 6, [5] * 6, after=[-1, -1, 0, 2, -1, 4])
+    first, turn = workload.conversations()
+    assert first.tolist() == [0, -1, 0, 0, 4, 4]
+    assert turn.tolist() == [0, 0, 1, 2, 0, 1]

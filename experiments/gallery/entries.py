@@ -1,0 +1,22 @@
+"""The entries in the order of the page."""
+
+from __future__ import annotations
+
+from experiments.gallery.batching import chunk_size, fairness, policies, size_classes
+from experiments.gallery.entry import Maker
+from experiments.gallery.memory import cliff, eviction, paging, preemption
+from experiments.gallery.rest import quantisation, streaming, tensor_parallel
+
+ENTRIES: tuple[Maker, ...] = (
+    quantisation,
+    policies,
+    chunk_size,
+    size_classes,
+    paging,
+    eviction,
+    cliff,
+    preemption,
+    streaming,
+    tensor_parallel,
+    fairness,
+)
