@@ -9,7 +9,7 @@ from typing import Any
 from experiments.capacity import Capacity, unit
 from experiments.capacity_trial import Outcome, Trial, in_ms
 from sim.deployment import Built
-from sim.fleet.build import num_gpus, num_replicas
+from sim.fleet.build import devices, num_gpus, num_replicas
 from sim.hull import Extrapolation
 
 WIDTH = 80
@@ -27,7 +27,7 @@ def capacity_lines(
     """The answer first, then what it rests on. `again` is a command that repeats the run at capacity."""
     d = built.deployment
     gpus = num_gpus(d)
-    lines = [f" Capacity of {built.model.name} on {gpus} x {built.profile.name} ".center(WIDTH, "=")]
+    lines = [f" Capacity of {built.model.name} on {devices(built)} ".center(WIDTH, "=")]
     if found.infeasible is not None:
         lines += _wrap(f"Infeasible at any load: {found.infeasible}.")
         lines += _alone(found)

@@ -65,6 +65,8 @@ class Router:
 
     def choose(self, request: Request) -> Replica:
         """Replicas in turn; with weights smoothly interleaved, as nginx does it."""
+        if len(self.replicas) == 1:
+            return self.replicas[0]
         credit, weights = self._credit, self.weights
         for index, weight in weights.items():
             credit[index] += weight

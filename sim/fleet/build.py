@@ -79,6 +79,18 @@ def num_gpus(d: Deployment) -> int:
     return sum(p.replicas * (p.tensor_parallel_size or d.tensor_parallel_size) for p in pool_specs(d))
 
 
+def devices(built: Built) -> str:
+    """The GPUs in words, such as "2 x h200 + 4 x l40s"."""
+    if not built.pools:
+        return f"{num_gpus(built.deployment)} x {built.profile.name}"
+    specs = pool_specs(built.deployment)
+    counts: dict[str, int] = {}
+    for pool, own in zip(built.pools, specs, strict=True):
+        count = own.replicas * pool.deployment.tensor_parallel_size
+        counts[pool.profile.name] = counts.get(pool.profile.name, 0) + count
+    return " + ".join(f"{count} x {gpu}" for gpu, count in counts.items())
+
+
 def check_fleet(d: Deployment) -> None:
     """Raise `UsageError` for what cannot be together or has no effect."""
     check_router(d.router)
