@@ -48,7 +48,7 @@ def of_world(world: Any) -> Read:
     """Of a `sim.world` that is being run."""
 
     def read() -> Reading:
-        log, replicas = world.log, list(world.replicas)
+        log, replicas = world.log, list((world.fleet or world).replicas)
         schedulers = [replica.scheduler for replica in replicas]
         pages = sum(scheduler.config.num_pages for scheduler in schedulers)
         return Reading(

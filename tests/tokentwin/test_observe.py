@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from experiments.observed import UTILISATION
 from tests.tokentwin.shell import SMALL, Command
 from tokentwin.commands.simulate import work_so_far
 from tokentwin.job import make_job, run_job
@@ -192,3 +193,34 @@ def test_buckets_are_those_of_the_client_library(values: list[float]) -> None:
     for bound, count in buckets:
         assert registry.get_sample_value("x_bucket", {"le": bound}) == count
     assert registry.get_sample_value("x_sum") == pytest.approx(total)
+
+
+def test_a_fleet_is_watched_too() -> None:
+    """Replicas come, fail and go while somebody looks; what a lost replica had computed is computed again."""
+    flags = {
+        "model": "llama-3.1-8b",
+        "gpu": "h200",
+        "dataset_name": "random",
+        "num_prompts": 200,
+        "request_rate": 20.0,
+    }
+    fleet = {"data_parallel_size": 2, "failures": "{mtbf_s: 4, mttr_s: 1}"}
+    job = make_job({**flags, **fleet, "replications": 1})
+    assert work_so_far(job) is None
+    seen: list[float] = []
+
+    def watch(world: Any) -> None:
+        meters = RunMeters(of_world(world), "m")
+
+        def look() -> None:
+            values = {s.name: s.value for family in meters.collect() for s in family.samples}
+            seen.append(values["vllm:generation_tokens_total"])
+
+        for at_s in (1.0, 3.0, 6.0, 9.0):
+            world.clock.call_at(at_s, look)
+
+    run = run_job(job, watch=watch)
+    assert run.record.fleet is not None
+    assert seen == sorted(seen)
+    assert 0 < seen[0] < seen[-1]
+    assert UTILISATION not in run.record.meta

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.console import WIDTH, print_run
 from experiments.observed import any_fired
-from sim.fleet.build import num_replicas
+from sim.fleet.build import is_fleet, num_replicas
 from sim.hull import check_strict
 from sim.record import Floats
 from tokentwin.config_file import print_config, with_config
@@ -53,8 +53,10 @@ def simulate(**flags: Any) -> int:
     return ALERT_FIRED if not code and given.get("fail_on_alert") and any_fired(run.record) else code
 
 
-def work_so_far(job: Job) -> Callable[[Mapping[str, Floats]], tuple[float, float]]:
-    """(FLOPs, bytes) of steps on one device, from their columns."""
+def work_so_far(job: Job) -> Callable[[Mapping[str, Floats]], tuple[float, float]] | None:
+    """(FLOPs, bytes) of steps on one device, from their columns; None of a fleet, whose devices may differ and change."""
+    if is_fleet(job.built.deployment):
+        return None
     replicas = num_replicas(job.built.deployment)
 
     def work(steps: Mapping[str, Floats]) -> tuple[float, float]:
