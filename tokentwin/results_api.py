@@ -251,7 +251,7 @@ class SweepResult:
         return f"<Sweep of {len(self.rows)} runs over {', '.join(self.parameters) or 'nothing'}; {self.failed} failed>"
 
     def _repr_html_(self) -> str:
-        shown = ("request_throughput", "output_throughput", "p95_ttft_ms", "p95_tpot_ms", "slo_attainment")
+        shown = ("output_throughput", "p95_ttft_ms", "p95_tpot_ms", "slo_attainment")
         used = [name for name in shown if any(row[name] is not None for row in self.rows)]
         rows = [
             [*(_plain(row[name]) for name in (*self.parameters, *used)), _meets(row)] for row in self.rows
@@ -259,7 +259,7 @@ class SweepResult:
         errors = dict.fromkeys(row["error"] for row in self.rows if row["error"])
         lines = [f"{self.failed} failed." if self.failed else "All done.", *list(errors)[:3]]
         title = f"Sweep: {len(self.rows)} runs over {', '.join(self.parameters) or 'nothing'}"
-        return card(title, lines, (*self.parameters, *used, "meets its SLOs"), rows, more="summary()")
+        return card(title, lines, (*self.parameters, *used, "meets SLOs"), rows, more="summary()")
 
 
 def _plain(value: Any) -> str:
