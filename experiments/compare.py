@@ -29,7 +29,7 @@ _NAMED = {
     "output_throughput": ("Output tok/s", 1.0, 1),
     "total_token_throughput": ("Total tok/s", 1.0, 1),
     "request_goodput": ("Goodput (req/s)", 1.0, 1),
-    "output_throughput_per_gpu": ("Output tok/s per GPU", 1.0, 1),
+    "output_throughput_per_gpu": ("Output tok/s/GPU", 1.0, 1),
     "slo_attainment": ("SLO attainment (%)", 100.0, 1),
     "prefix_hit_rate": ("Prefix cache hits (%)", 100.0, 1),
     "failed_share": ("Failed requests (%)", 100.0, -1),
@@ -158,7 +158,6 @@ def compare_deployments(
     base = deployments[names[0]]
     distinct = [names[0], *(name for name in names[1:] if deployments[name].deployment != base.deployment)]
     devices = {name: num_devices(built) for name, built in deployments.items()}
-    by_device = None not in devices.values() and len(set(devices.values())) > 1
     nominal = {name: _nominal(deployments[name], requests, question) for name in distinct}
     count = question.replications
     if count is None:
@@ -171,15 +170,16 @@ def compare_deployments(
 
     found: dict[str, Replicated] = {}
     for name in distinct:
-        per_device = devices[name] if by_device else None
         found[name] = _replicated(
-            deployments[name], question, requests, count, nominal[name], per_device, told
+            deployments[name], question, requests, count, nominal[name], devices[name], told
         )
         done += 1
     variants = []
     for name in names[1:]:
         same = name not in found
         differences = compare(found[names[0]], found[names[0] if same else name])
+        if devices[name] == devices[names[0]]:
+            differences.pop("output_throughput_per_gpu", None)  # says nothing that output_throughput does not
         notes = ("the same deployment as the base",) if same else ()
         variants.append(Variant(name, changes_of(differences), differing(base, deployments[name]), notes))
     return Comparison(

@@ -161,8 +161,9 @@ def _beside(variant: Variant) -> Iterable[str]:
 
 
 def _short(change: Change) -> str:
-    values = f"{change.metric.text(change.base)}->{change.metric.text(change.variant)}"
-    return f"{change.metric.label} {_signed(change, change.difference)} ({values})"
+    short = f"{change.metric.label} {_signed(change, change.difference)}"
+    whole = f"{short} ({change.metric.text(change.base)}->{change.metric.text(change.variant)})"
+    return whole if len(whole) <= _COLUMN else short
 
 
 def _change_json(change: Change) -> dict[str, Any]:
@@ -179,6 +180,12 @@ def _change_json(change: Change) -> dict[str, Any]:
 
 
 def _plain(value: object) -> str:
+    """A value as a configuration file has it, without what was left open."""
+    if isinstance(value, dict):
+        parts = [f"{name}: {_plain(each)}" for name, each in value.items() if each is not None]
+        return "{" + ", ".join(parts) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_plain(each) for each in value) + "]"
     return "default" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -200,6 +200,16 @@ def test_runs_of_other_workloads_are_refused(tmp_path: Path) -> None:
         compare_saved({"a": a, "b": b})
 
 
+def test_long_values_and_nested_options_stay_within_80_columns() -> None:
+    changes = tuple(
+        Change(Metric.of(name), 12345.0, 67890.0, 1.0, 99999.0) for name in ("preemptions", "mean_ttft")
+    )
+    pools = ([], [{"gpu": "h200", "replicas": 2, "dtype": None}])
+    lines = comparison_lines(Comparison("a", (Variant("b", changes, {"pools": pools}),), "method"))
+    assert max(map(len, lines)) <= 80
+    assert "pools [] -> [{gpu: h200, replicas: 2}]" in lines
+
+
 def test_a_variant_without_changes_has_a_table() -> None:
     nothing = Variant("x", (), {})
     assert comparison_lines(Comparison("a", (nothing,), "method"))
