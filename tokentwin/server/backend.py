@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from realengine.detokenize import Detokenizer
 from realengine.generation import Sampling
+from serving.draft_counts import DraftCounts
 
 
 class Refused(Exception):
@@ -138,6 +139,8 @@ class Stats:
     preemptions: int = 0
     lag_s: float = 0.0
     """Real seconds by which a twin is behind its own clock."""
+    drafts: DraftCounts | None = None
+    """What became of drafts; None where none are made."""
 
 
 class Codec(Protocol):

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from realengine.answer import Listener, Output, TokenLogprob
 from realengine.generation import Sampling
 from realengine.recorder import Recorder
@@ -82,6 +85,18 @@ class _Boundaries(Recorder):
         """The tokens that come next are from a step that ended at `end_s`."""
         self.now_s = end_s
         self._meters.step(plan.num_tokens)
+
+    def gave(self, request: Request, count: int) -> None:
+        """Nothing to note."""
+
+    def verified(
+        self,
+        requests: Sequence[Request | None],
+        num_drafts: npt.NDArray[np.int64],
+        num_accepted: npt.NDArray[np.int64],
+    ) -> None:
+        """Count drafts."""
+        self.drafts.count(num_drafts, num_accepted)
 
     def settle(self) -> None:
         """Nothing to note."""
@@ -160,6 +175,7 @@ class EngineBackend:
             prefix_queries_tokens=scheduler.prefix_queries_tokens,
             prefix_hits_tokens=scheduler.prefix_hit_tokens,
             preemptions=self._boundaries.preemptions,
+            drafts=self.engine.recorder.drafts if scheduler.config.num_speculative_tokens else None,
         )
 
     # ---- requests ------------------------------------------------------------------------------------------

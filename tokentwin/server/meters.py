@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from serving.draft_counts import DraftCounts
 from tokentwin.server.backend import Backend, Timing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -62,6 +63,13 @@ HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "iteration": ("iteration_tokens_total", "Tokens computed by a step.", _TOKENS),
 }
 """vLLM's metrics without `vllm:`, what each says, and the bounds of a histogram's buckets."""
+DRAFTS = {
+    "num_drafts": "Verifications of drafts.",
+    "num_draft_tokens": "Draft tokens verified.",
+    "num_accepted_tokens": "Draft tokens accepted.",
+}
+DRAFTS_PER_POSITION = ("num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.")
+"""Only where drafts are made; vLLM's names without `vllm:spec_decode_`."""
 _NOW = ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions")
 """Counters that a backend keeps itself."""
 
@@ -85,11 +93,24 @@ class _Now(Collector):
             counter = CounterMetricFamily(f"vllm:{name}", COUNTERS[name], labels=LABELS)
             counter.add_metric(self._labels, count)
             yield counter
+        if stats.drafts is not None:
+            yield from self._drafts(stats.drafts)
         lag = GaugeMetricFamily(
             "tokentwin:lag_seconds", "Real seconds by which a twin is behind.", labels=LABELS
         )
         lag.add_metric(self._labels, stats.lag_s)
         yield lag
+
+    def _drafts(self, drafts: DraftCounts) -> Iterator[Metric]:
+        for name, words in DRAFTS.items():
+            counter = CounterMetricFamily(f"vllm:spec_decode_{name}", words, labels=LABELS)
+            counter.add_metric(self._labels, getattr(drafts, name))
+            yield counter
+        name, words = DRAFTS_PER_POSITION
+        by_position = CounterMetricFamily(f"vllm:spec_decode_{name}", words, labels=(*LABELS, "position"))
+        for position, count in enumerate(drafts.accepted_per_pos):
+            by_position.add_metric((*self._labels, str(position)), count)
+        yield by_position
 
 
 class PrometheusMeters:

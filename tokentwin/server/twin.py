@@ -11,6 +11,7 @@ import math
 import time
 from typing import Any
 
+from serving.draft_counts import total
 from serving.errors import UsageError
 from serving.policies import load_policy
 from serving.request import Request, TokenKeys
@@ -147,6 +148,7 @@ class TwinBackend:
             prefix_hits_tokens=sum(scheduler.prefix_hit_tokens for scheduler in schedulers),
             preemptions=sum(replica.preemptions for replica in self._replicas),
             lag_s=max(0.0, late_s) / self._scale,
+            drafts=total(replica.drafts for replica in self._replicas),
         )
 
     # ---- time ----------------------------------------------------------------------------------------------
