@@ -122,7 +122,8 @@ def _save(space: Space, point: Point) -> None:
     }
     run = int(point.folder.name.partition("=")[2])
     seed = int(point.params.get("seed", base.get("seed", 0))) + run
-    done = run_job(point_job({**base, "seed": seed}, point.asked))
+    label = f"{space.root.resolve().name} #{point.number}"
+    done = run_job(point_job({**base, "seed": seed}, point.asked), label=label)
     if done.record.interrupted:
         raise KeyboardInterrupt
     if point.command:

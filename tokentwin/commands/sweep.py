@@ -279,6 +279,7 @@ def _end_lines(end: SweepEnd, root: Path) -> list[str]:
         lines += textwrap.wrap(f"First error: {end.first_error}", 80, subsequent_indent="  ")
     lines += [
         f"Wrote {root}: {RESULTS}, {SUMMARY_CSV}, points/, one folder per point.",
+        f"Look at it: tokentwin explore {root}",
         f"Query: duckdb -c \"FROM '{root}/points/*.parquet' LIMIT 5\"",
     ]
     return lines
