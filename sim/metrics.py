@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from serving.draft_counts import DraftCounts
 from sim.frames import frame
 from sim.latency import (
     DEFAULT_PERCENTILES,
@@ -125,6 +126,8 @@ class Summary:
     warnings: tuple[str, ...]
     errors: int = 0
     """Requests that were let in and failed with their replica, all retries used."""
+    drafts: DraftCounts | None = None
+    """What became of drafts; None without speculative decoding."""
 
     @property
     def failed(self) -> int:
@@ -138,8 +141,11 @@ class Summary:
             value = getattr(self, each.name)
             if isinstance(value, LatencyStats):
                 out |= _figures_ms(each.name, value)
-            elif value is None or isinstance(value, int | float):
+            elif each.name != "drafts" and (value is None or isinstance(value, int | float)):
                 out[each.name] = math.nan if value is None else value
+        if (drafts := self.drafts) is not None:
+            out["spec_decode_acceptance_rate"] = drafts.acceptance_rate * 100
+            out["spec_decode_acceptance_length"] = drafts.mean_acceptance_length
         return out
 
     def __call__(self) -> DataFrame:
@@ -230,6 +236,7 @@ def summarise(
         ),
         warnings=(*record.warnings, *_thin_percentiles(status[Status.FINISHED], percentiles)),
         errors=status[Status.FAILED],
+        drafts=record.drafts,
     )
 
 
