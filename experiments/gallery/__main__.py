@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from experiments.gallery.entry import Entry
 
 DOCS = Path(__file__).parents[2] / "docs"
 WIDTH = 900
+_WRAP = 128
 
 
 def main(only: str | None = None) -> None:
@@ -43,8 +45,10 @@ def page(entries: list[Entry]) -> str:
         "H100 unless it says otherwise). The options are the same in `simulate`, `run` and `serve` where both have the "
         "technique. `tokentwin compare BASE.yaml VARIANT.yaml` says the same of your own traffic, with intervals.\n",
     ]
+    parts[1] = textwrap.fill(parts[1], _WRAP) + "\n"
     for entry in entries:
-        parts.append(f"## {entry.title}\n\n`{entry.options}`\n\n{entry.words}\n")
+        words = textwrap.fill(entry.words, _WRAP)
+        parts.append(f"## {entry.title}\n\n`{entry.options}`\n\n{words}\n")
         parts.append(f"![{entry.title}](img/toolbox/{entry.name}.png)\n")
     return "\n".join(parts)
 

@@ -43,6 +43,10 @@ SERVER: tuple[Flag, ...] = tuple(
         ("load_format", Literal["auto", "dummy"], "Engine: the model's weights, or random ones of its shape.", "auto"),
         ("device", str, "Engine: cuda, cuda:1 or cpu; CUDA where there is one, by default.", None),
         ("time_scale", float, "Twin: simulated seconds per real second; 10 is ten times as fast.", "1"),
+        ("response_cache", str, "Give the same answer again to the same greedy or seeded request: memory, or "
+         "redis://HOST:PORT/0 for several servers. Off by default.", None),
+        ("response_cache_entries", int, "Answers that --response-cache memory keeps.", "10000"),
+        ("response_cache_ttl", int, "Seconds that --response-cache redis:// keeps an answer.", "86400"),
         ("answer_len", int, "Twin: tokens of an answer to a request that sets no max_tokens.", "256"),
     )
 )  # fmt: skip
@@ -63,7 +67,8 @@ TWIN_ONLY = (
 REAL_ONLY = ("load_format", "device")
 MEASURED_HERE = ("tokenize_us_per_token", "detokenize_us_per_token")
 """What the twin assumes of a front end is really done here."""
-LEAST = {"stream_interval": 1, "max_waiting": 1, "max_body_mib": 1, "answer_len": 1, "port": 0}
+LEAST = {"stream_interval": 1, "max_waiting": 1, "max_body_mib": 1, "answer_len": 1, "port": 0,
+         "response_cache_entries": 1, "response_cache_ttl": 1}  # fmt: skip
 
 
 @takes(DEPLOYMENT, SERVER, SPANS, CONFIG_FLAGS)
@@ -85,7 +90,7 @@ def serve(**flags: Any) -> int:
     from tokentwin.server.service import Limits, Service
 
     twin = given.get("engine", "real") == "twin"
-    backend = make_twin(given) if twin else make_engine(given)
+    backend = with_cache(make_twin(given) if twin else make_engine(given), given)
     keys = [*given.get("api_key", ()), *filter(None, [os.environ.get(KEY_VARIABLE)])]
     limits = Limits(
         names=tuple(given.get("served_model_name", ())),
@@ -108,6 +113,21 @@ def serve(**flags: Any) -> int:
     sys.stdout.flush()
     server.run(sockets=[listener])
     return 1 if server.cut or backend.failure is not None else 0
+
+
+def with_cache(backend: Backend, given: Mapping[str, Any]) -> Backend:
+    """`backend`, behind the cache of answers that the flags ask for."""
+    where = given.get("response_cache")
+    for name, wanted in (("response_cache_entries", "memory"), ("response_cache_ttl", "redis://")):
+        if name in given and not (where or "").startswith(wanted):
+            raise UsageError(f"{SERVE[name].option} has an effect only with --response-cache {wanted}")
+    if where is None:
+        return backend
+    from tokentwin.server.response_cache import CachingBackend, open_store, weights_version
+
+    entries, ttl_s = given.get("response_cache_entries", 10_000), given.get("response_cache_ttl", 86_400)
+    store = open_store(where, entries, ttl_s)
+    return CachingBackend(backend, store, weights_version(given["model"], given.get("load_format", "auto")))
 
 
 def make_tracing(given: Mapping[str, Any], model: str) -> Tracing | None:
