@@ -34,6 +34,36 @@ class Batch:
     """Largest of `context_len`."""
     sample_rows: Tensor | None
     """Rows of T whose logits are wanted, int64; None when it is every row."""
+    recent: RecentWindow | None = None
+    """The last tokens of each sequence, where they are kept in full precision (`realengine.quant_recent`)."""
+
+
+@dataclass(slots=True)
+class ChunkWindow:
+    """A chunk of positions `begin` to `end`: those from `ring_first` on are in the ring, before `begin` at `slots`."""
+
+    begin: int
+    end: int
+    ring_first: int
+    slots: Tensor
+
+
+@dataclass(slots=True)
+class RecentWindow:
+    """Where a step reads and writes the rings of the last `tokens` tokens of each sequence. D decodes."""
+
+    tokens: int
+    write_rows: Tensor
+    """Rows of T that the rings keep, int64."""
+    write_slots: Tensor
+    """Their places."""
+    decode_slots: Tensor
+    """Places of the last tokens of each decode, its new one included, int64 [D, tokens]."""
+    decode_seen: Tensor
+    """Which of them there are, bool [D, tokens]."""
+    decode_old: Tensor
+    """Tokens of each decode that are read from pages, int64 [D]."""
+    chunks: list[ChunkWindow]
 
 
 @dataclass(slots=True)
@@ -48,6 +78,9 @@ class LayerCache:
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    recent_k: Tensor | None = None
+    recent_v: Tensor | None = None
+    """Rings of the last tokens of each seat, `[seats * tokens, kv_heads, head_dim]`; no part of any page."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -19,6 +19,7 @@ from realengine.load import DTYPES, Source, find_model, load
 from realengine.models import Model
 from realengine.parallel import SINGLE, TensorParallel
 from realengine.quant_kv import kv_bytes_per_token
+from realengine.quant_recent import RecentTokens, check_recent, num_seats
 from realengine.runner import CpuRunner, Runner, StepRunner, allocate_caches
 from realengine.swap_store import SwapStore
 from realengine.workers import LeadingRunner, control_group, follow
@@ -51,6 +52,8 @@ class EngineOptions:
     """Weights rounded to nearest at loading: one of `realengine.quant.SCHEMES`."""
     kv_cache_dtype: str = "auto"
     """auto (as computed), int8, int4 or fp8."""
+    kv_cache_recent_tokens: int = 0
+    """Of each sequence, the last tokens that a quantised cache keeps as they are (`realengine.quant_recent`)."""
 
     def torch_device(self) -> torch.device:
         """The device meant. Raises `UsageError` when it is not there."""
@@ -131,6 +134,8 @@ def _build_runner(
     source: Source,
 ) -> tuple[Runner, SchedulerConfig]:
     device, dtype = options.torch_device(), options.torch_dtype()
+    recent, drafts = options.kv_cache_recent_tokens, options.speculative is not None
+    check_recent(recent, options.kv_cache_dtype, device, speculative=drafts)
     longest = min(limits.max_model_len, source.architecture.shape.max_position_embeddings)
     limits = replace(limits, max_model_len=longest)
     model = load(
@@ -141,6 +146,7 @@ def _build_runner(
         ranks=ranks,
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
+        kv_recent_tokens=options.kv_cache_recent_tokens,
     )
     draft, speculative = None, options.speculative
     if speculative is not None:
@@ -183,8 +189,10 @@ def make_runner(
         drafting = make_drafting_step(model, caches, limits, dtype, device, speculative, draft)
         return CudaDraftingRunner(drafting) if device.type == "cuda" else CpuRunner(drafting)
     swap = SwapStore(caches, limits.swap_pages) if limits.swap_pages else None
-    num_slots = limits.max_num_seqs * (2 if limits.async_scheduling else 1)
-    step = StepRunner(model, caches, swap, num_slots, device)
+    step = StepRunner(model, caches, swap, num_seats(limits), device)
+    if recent := model.kv_recent_tokens:
+        dim = model.architecture.shape.head_dim
+        step.recent = RecentTokens(caches, num_seats(limits), recent, dim, dtype)
     if device.type == "cuda":
         from realengine.cuda import CudaRunner
 
@@ -214,7 +222,7 @@ def pages_that_fit(
     page_bytes = int(per_token * limits.page_tokens)
     if device.type != "cuda":
         wanted = limits.max_num_seqs * -(-limits.max_model_len // limits.page_tokens)
-        return max(1, min(wanted, CPU_CACHE_BYTES // page_bytes))
+        return max(1, min(wanted, (CPU_CACHE_BYTES - recent_bytes(model, limits, dtype)) // page_bytes))
     free, total = torch.cuda.mem_get_info(device)
     # The widest tensors of a step: gate and up side by side, their product, and logits in two types.
     widest = 3 * shape.intermediate_size // model.ranks.size + 4 * shape.hidden_size
@@ -228,3 +236,10 @@ def pages_that_fit(
             f"{utilization}; a page takes {page_bytes / 2**20:.1f} MiB"
         )
     return room // page_bytes
+
+
+def recent_bytes(model: Model, limits: SchedulerConfig, dtype: torch.dtype) -> int:
+    """Memory of the rings of recent tokens of all seats."""
+    shape = model.architecture.shape
+    per_token = kv_bytes_per_token(shape.num_layers, model.num_kv_heads, shape.head_dim, "auto", dtype)
+    return num_seats(limits) * model.kv_recent_tokens * per_token

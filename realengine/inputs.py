@@ -63,6 +63,8 @@ class StepInputs:
     plan_rows: Ints
     """Their rows in the plan."""
     moves: Moves
+    turns: Ints | None = None
+    """How often somebody has sat down in each token's seat [T]: a change means another sequence."""
     draft: DraftInputs | None = None
     """What to verify and to draft; `sample_rows` and `sample_positions` are then [R], one for each token verified."""
 
@@ -116,5 +118,6 @@ def step_inputs(plan: StepPlan, seqs: Sequences, known: Seats, page_tokens: int)
         sample_positions=sampled_at,
         plan_rows=order[samples],
         moves=Moves(plan.swap_out, plan.swap_in, plan.copies),
+        turns=known.turns[token_seats],
         draft=draft,
     )

@@ -92,6 +92,7 @@ def load(
     ranks: TensorParallel = SINGLE,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    kv_recent_tokens: int = 0,
 ) -> Model:
     """Put this rank's share of the weights on `device` in `dtype`. Positions run up to `max_positions` - 1.
 
@@ -105,7 +106,7 @@ def load(
     scheme = scheme_of(quantization, source.packing.method if source.packing is not None else None)
     ops = make_ops(architecture.rope, architecture.shape.head_dim, max_positions, device, dtype)
     weights = _Loader(source, ops, device, dtype, ranks, scheme).weights()
-    return Model(architecture, weights, ops, ranks, kv_cache_dtype)
+    return Model(architecture, weights, ops, ranks, kv_cache_dtype, kv_recent_tokens)
 
 
 def weight_format(source: Source, quantization: str | None) -> str:

@@ -53,7 +53,8 @@ class Weights:
 class Model:
     """The decoder on one rank. `forward` writes K and V into the caches; nothing else keeps state.
 
-    `kv_cache_dtype` says how those are to be made (`realengine.quant_kv.cache_layout`).
+    `kv_cache_dtype` says how those are to be made (`realengine.quant_kv.cache_layout`), and `kv_recent_tokens` how many
+    of a sequence's last tokens are to be kept as they are beside it.
     """
 
     def __init__(
@@ -63,12 +64,13 @@ class Model:
         ops: Ops,
         ranks: TensorParallel = SINGLE,
         kv_cache_dtype: str = "auto",
+        kv_recent_tokens: int = 0,
     ) -> None:
         self.architecture = architecture
         self.weights = weights
         self.ops = ops
         self.ranks = ranks
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype, self.kv_recent_tokens = kv_cache_dtype, kv_recent_tokens
         shape = architecture.shape
         self.num_heads = shape.heads_per_rank(ranks.size)
         self.num_kv_heads = shape.kv_heads_per_rank(ranks.size)

@@ -80,10 +80,16 @@ class TorchOps:
     def attention(self, batch: Batch, num_heads: int, num_kv_heads: int) -> Attend:
         cos = self._cos[batch.positions].unsqueeze(1)
         sin = self._sin[batch.positions].unsqueeze(1)
-        return _TorchAttention(batch, cos, sin, num_heads, num_kv_heads)
+        if batch.recent is not None:
+            from realengine.quant_recent import RecentAttention
+
+            return RecentAttention(batch, cos, sin, num_heads, num_kv_heads)
+        return TorchAttention(batch, cos, sin, num_heads, num_kv_heads)
 
 
-class _TorchAttention:
+class TorchAttention:
+    """Attention of one step over the cache's pages."""
+
     def __init__(self, batch: Batch, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
         self.batch = batch
         self.cos, self.sin = cos, sin
@@ -103,7 +109,7 @@ class _TorchAttention:
         self.cos, self.sin = self.cos.to(dtype), self.sin.to(dtype)
         if decodes:
             length = int(lengths[:decodes].max())
-            index = _token_index(tables[:decodes], length, page_tokens)
+            index = token_index(tables[:decodes], length, page_tokens)
             seen = torch.arange(length) < lengths[:decodes, None]
             if not bool(seen.all()):
                 # Slots past the end may hold anything, NaN included: read the first token's instead, with weight 0.
@@ -116,15 +122,18 @@ class _TorchAttention:
             context = int(lengths[row])
             self._chunks.append(
                 _Chunk(
-                    start, end, context, _token_index(tables[row : row + 1], context, page_tokens).flatten()
+                    start, end, context, token_index(tables[row : row + 1], context, page_tokens).flatten()
                 )
             )
 
-    def __call__(self, qkv: Tensor, cache: LayerCache, norms: HeadNorms | None) -> Tensor:
+    def rotated(
+        self, qkv: Tensor, page_tokens: int, norms: HeadNorms | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, H, D], k and v [T, KVH, D] with positions; what layers share is made at the first call."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         tokens, dim = qkv.shape[0], qkv.shape[1] // (heads + 2 * kv_heads)
         if not self._made:
-            self._prepare(cache.k.shape[1], qkv.dtype)
+            self._prepare(page_tokens, qkv.dtype)
         split = qkv.view(tokens, heads + 2 * kv_heads, dim)
         qk, v = split[:, : heads + kv_heads], split[:, heads + kv_heads :]
         if norms is not None:
@@ -133,11 +142,15 @@ class _TorchAttention:
         half = dim // 2
         swapped = torch.cat((qk[..., half:], qk[..., :half]), dim=-1)
         qk = torch.addcmul(qk * self.cos, swapped, self.sin)
+        return qk[:, :heads], qk[:, heads:], v
+
+    def __call__(self, qkv: Tensor, cache: LayerCache, norms: HeadNorms | None) -> Tensor:
+        q, k, v = self.rotated(qkv, cache.k.shape[1], norms)
+        dim = q.shape[2]
         store = QuantisedCache(cache, dim) if has_own_layout(cache) else _PlainCache(cache)
-        store.write(self.batch.slots, qk[:, heads:], v)
-        q = qk[:, :heads]
+        store.write(self.batch.slots, k, v)
         decodes = self.batch.num_decodes
-        if decodes == tokens:
+        if decodes == len(q):
             return self._decode(q, store, dim)
         parts = [self._decode(q[:decodes], store, dim)] if decodes else []
         parts += [self._chunk(q, chunk, store, dim) for chunk in self._chunks]
@@ -196,7 +209,7 @@ class _Chunk:
         return self._mask
 
 
-def _token_index(tables: Tensor, length: int, page_tokens: int) -> Tensor:
+def token_index(tables: Tensor, length: int, page_tokens: int) -> Tensor:
     """Slots of the first `length` tokens of each row of page tables, int64 [rows, length]."""
     pages = tables[:, : -(-length // page_tokens)]
     slots = pages.unsqueeze(2) * page_tokens + torch.arange(page_tokens)

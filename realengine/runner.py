@@ -18,6 +18,7 @@ from realengine.inputs import Moves, StepInputs
 from realengine.kernels import operators
 from realengine.models import Model
 from realengine.quant_kv import cache_layout
+from realengine.quant_recent import RecentTokens
 from realengine.seats import Draws
 from realengine.swap_store import SwapStore
 
@@ -89,6 +90,8 @@ class StepRunner:
         self.paged = caches
         """Every cache that lives in the scheduler's pages."""
         self.swap = swap
+        self.recent: RecentTokens | None = None
+        """The last tokens of each sequence in full precision beside quantised pages."""
         self.device = device
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._kernels = operators(device)
@@ -122,6 +125,7 @@ class StepRunner:
             max_query=inputs.max_query,
             longest=inputs.longest,
             sample_rows=None if every_row else put(inputs.sample_rows),
+            recent=None if self.recent is None else self.recent.window(inputs, put),
         )
 
     def draw(

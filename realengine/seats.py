@@ -36,6 +36,8 @@ class Seats:
         self.tokens: npt.NDArray[np.int32] = np.zeros((num_slots, longest), np.int32)
         self.num_drafts: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         """Drafts of each sequence: they stand in `tokens` behind its known ones."""
+        self.turns: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        """How often somebody has sat down."""
         self._temperature: Floats = np.zeros(num_slots, np.float32)
         self._top_k: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self._top_p: Floats = np.ones(num_slots, np.float32)
@@ -47,6 +49,7 @@ class Seats:
         """A sequence of these known tokens sits down in `slot`."""
         self.tokens[slot, : len(ids)] = ids
         self.num_drafts[slot] = 0
+        self.turns[slot] += 1
         self._temperature[slot] = sampling.temperature
         self._top_k[slot] = sampling.top_k
         self._top_p[slot] = sampling.top_p
