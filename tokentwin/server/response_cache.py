@@ -22,7 +22,6 @@ from realengine.generation import Sampling
 from serving.errors import UsageError
 from tokentwin.server.backend import (
     Backend,
-    Codec,
     Delta,
     Generation,
     GenerationRequest,
