@@ -17,7 +17,7 @@ from serving.errors import TokenTwinError, UsageError
 from sim.workload import WorkloadSpec
 from sim.world import Progress
 from tokentwin.config_file import configurable, read_config
-from tokentwin.flag_tables import DEPLOYMENT, JSON, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
+from tokentwin.flag_tables import DEPLOYMENT, JSON, OBSERVE, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
 from tokentwin.flags import Flag, takes
 from tokentwin.job import Job, make_job
 from tokentwin.progress import progress_bar
@@ -45,7 +45,7 @@ _OF_FOLDERS = ("output_dir", "json", "seed")
 """Flags that mean something for runs that already happened."""
 _SHAPE = {*(flag.name for flag in DEPLOYMENT)}
 _NOT_COMPARED = {
-    *(flag.name for flag in OUTPUT if flag.name != "metric_percentiles"),
+    *(flag.name for flag in (*OUTPUT, *OBSERVE) if flag.name != "metric_percentiles"),
     *("strict", "fail_on_slo", "disable_tqdm", "config", "print_config", "json"),
 }
 """Keys of a config file that `simulate` reads and that do not matter here."""
