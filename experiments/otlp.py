@@ -156,7 +156,9 @@ def send(traces: Iterable[Sequence[Span]], endpoint: str, resource: Mapping[str,
     """Send traces to an endpoint and return how many there were. Raises TokenTwinError when it does not take them."""
     exporter, count = make_exporter(endpoint), 0
     logging: Any = import_module("logging")
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # one line of ours says what failed
+    logger = logging.getLogger("opentelemetry")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)  # one line of ours says what failed
     readable = Readable(resource, version)
     try:
         for batch in _batched(traces):
@@ -171,6 +173,7 @@ def send(traces: Iterable[Sequence[Span]], endpoint: str, resource: Mapping[str,
     finally:
         with suppress(Exception):
             exporter.shutdown()
+        logger.setLevel(level)
     return count
 
 

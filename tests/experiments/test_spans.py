@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from concurrent import futures
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from experiments.otlp import make_exporter, origin_ns, send, write_otlp_file
 from experiments.spans import REQUEST, STAGES, is_sampled, run_spans
 from serving.errors import TokenTwinError, UsageError
 from sim.record import RunRecord
+from tests.otlp_collector import collector, spans_in
 
 trace_pb2 = pytest.importorskip("opentelemetry.proto.trace.v1.trace_pb2")
 service_pb2 = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -150,27 +149,6 @@ def test_a_run_ends_now_or_begins_at_the_given_epoch(monkeypatch: pytest.MonkeyP
 # ---- an endpoint -------------------------------------------------------------------------------------------
 
 
-class Collector(BaseHTTPRequestHandler):
-    """What of an OTLP/HTTP receiver an exporter needs."""
-
-    got: list[Any]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        type(self).got.append(service_pb2.ExportTraceServiceRequest.FromString(body))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        """Quiet."""
-
-
-def received(requests: list[Any]) -> list[Any]:
-    return [
-        span for r in requests for rs in r.resource_spans for scope in rs.scope_spans for span in scope.spans
-    ]
-
-
 def same(sent: list[Any], got: list[Any]) -> None:
     """The file and the wire say the same."""
     assert len(sent) == len(got)
@@ -186,18 +164,10 @@ def test_an_http_collector_gets_what_the_file_has(
 ) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
-    handler = type("Handler", (Collector,), {"got": []})
-    server = HTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}/v1/traces"
+    with collector() as (url, got):
         assert send(run_spans(run, T0), url, RESOURCE, "1.0") == len(run.requests)
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert len(handler.got) > 1
-    same(spans, received(handler.got))
+    assert len(got) > 1
+    same(spans, spans_in(got))
 
 
 def test_a_grpc_collector_gets_what_the_file_has(run: RunRecord, spans: list[Any]) -> None:
@@ -219,7 +189,7 @@ def test_a_grpc_collector_gets_what_the_file_has(run: RunRecord, spans: list[Any
         send(run_spans(run, T0), f"http://127.0.0.1:{port}", RESOURCE, "1.0")
     finally:
         server.stop(None)
-    same(spans, received(got))
+    same(spans, spans_in(got))
 
 
 def test_nobody_there_is_one_error(run: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:

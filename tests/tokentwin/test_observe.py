@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.observed import UTILISATION
+from tests.otlp_collector import collector, spans_in
 from tests.tokentwin.shell import SMALL, Command
 from tokentwin.commands.simulate import work_so_far
 from tokentwin.job import make_job, run_job
@@ -98,6 +99,19 @@ def test_a_sample_says_how_many_it_has(tokentwin: Command, tmp_path: Path) -> No
     traced = file.read_text().count('"llm_request"')
     assert answer.err == f"note: {traced} of 12 requests were traced\n"
     assert 0 < traced < 12
+
+
+def test_spans_go_to_a_collector(tokentwin: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with collector() as (url, got):
+        answer = tokentwin("simulate", *ONCE, "--otlp-traces-endpoint", url)
+    assert (answer.code, answer.err) == (0, "")
+    assert [span.name for span in spans_in(got)].count("llm_request") == 12
+    nobody = tokentwin("simulate", *ONCE, "--otlp-traces-endpoint", url)
+    assert nobody.code == 1
+    assert "Mean TTFT" in nobody.out
+    assert "does not take the spans" in nobody.error
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.spans import REQUEST, STAGES
+from tests.otlp_collector import collector, spans_in
 from tests.tokentwin.server.harness import MODEL, events, serving, twin, until
 from tests.tokentwin.shell import Command
 from tokentwin.server.tracing import Tracing
@@ -98,6 +99,24 @@ def test_streams_and_chats_are_traced_and_a_client_that_leaves_is_an_abort(file:
     assert left["attributes"]["gen_ai.response.finish_reasons"]["arrayValue"]["values"] == [
         {"stringValue": "abort"}
     ]
+
+
+def test_a_collector_gets_the_spans_of_answers_as_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with collector() as (url, got), serving(twin(), tracing=Tracing(MODEL, endpoint=url)) as server:
+        with server.client() as client:
+            client.post("/v1/completions", json=BODY).raise_for_status()
+        until(lambda: bool(got))
+        with server.client() as client:
+            client.post("/v1/completions", json={**BODY, "n": 3}).raise_for_status()
+        until(lambda: len(spans_in(got)) == 4 * (1 + len(STAGES)))
+    names = [span.name for span in spans_in(got)]
+    assert names.count(REQUEST) == 4
+    service = {a.key: a.value.string_value for a in got[0].resource_spans[0].resource.attributes}[
+        "service.name"
+    ]
+    assert service == "tokentwin"
 
 
 def test_without_tracing_nothing_is_wrapped() -> None:
