@@ -12,6 +12,7 @@ from tokentwin.plots import Plots
 if TYPE_CHECKING:
     from plotly.graph_objs._figure import Figure
 
+    from sim.deployment import Deployment
     from tokentwin.results_api import CapacityResult, PlanResult, SweepResult
 
 LOADS = ("request_rate", "max_concurrency", "rate_scale")
@@ -220,18 +221,18 @@ class PlanPlots(Plots):
                     "arrayminus": [0 if e is None else v - e[0] * 1000 for e, v in zip(ends, y, strict=True)],
                     "thickness": 1.2,
                 },
-                text=[f"{fleet.replicas} x {fleet.candidate.deployment.gpu}" for fleet in mine],
-                textposition="top center",
+                text=[f" {fleet.replicas} x {_short(fleet.candidate.deployment)}" for fleet in mine],
+                textposition="middle right",
                 mode="markers+text",
                 name=title,
                 marker={"color": colour, "symbol": symbol, "size": 10},
                 hovertemplate="%{text}: $%{x:,.0f} a month, %{y:.4g} ms",
             )
-        costs = [fleet.usd_per_month for fleet in self._result.fleets]
+        most = 1.25 * max((fleet.usd_per_month for fleet in self._result.fleets), default=1.0)
         for slo in self._result.answer.plan.promises.slos:
-            if slo.name == f"p95_{name}" and costs:
-                _dashed(fig, [min(costs), max(costs)], slo.limit_s * 1000, f"SLO {slo.limit_s * 1000:g} ms")
-        fig.update_xaxes(title_text="Cost ($ a month)", rangemode="tozero")
+            if slo.name == f"p95_{name}":
+                _dashed(fig, [0, most], slo.limit_s * 1000, f"SLO {slo.limit_s * 1000:g} ms")
+        fig.update_xaxes(title_text="Cost ($ a month)", range=[0, most])
         return fig.update_yaxes(title_text=f"P95 {name.upper()} (ms), logarithmic", type="log")
 
     def cost(self) -> Figure:
@@ -253,6 +254,11 @@ class PlanPlots(Plots):
     def ecdf(self, metric: str = "ttft") -> Figure:
         """Share of requests within a latency (ttft, tpot or e2el) in the winner's run."""
         return self._result.run().plot.ecdf(metric)
+
+
+def _short(deployment: Deployment) -> str:
+    """The GPU, and the format of the weights where it is not 16 bit."""
+    return f"{deployment.gpu} {deployment.quantization or ''}".strip()
 
 
 def _dashed(fig: Figure, x: list[float], y: float, name: str) -> None:
