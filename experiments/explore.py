@@ -39,6 +39,8 @@ KNOB_NAMES = {
     "quantization": ("Weights", "weights {}"),
     "kv_cache_dtype": ("KV cache", "KV {}"),
     "policy": ("Batch policy", "{}"),
+    "acceptance": ("Acceptance of drafts", "acceptance {}"),
+    "num_speculative_tokens": ("Draft tokens a step", "{} draft tokens"),
     "scheduling_policy": ("Queue order", "{}"),
 }
 """Names of knobs, and a value of theirs in words."""
@@ -198,7 +200,8 @@ def _knob(key: str, column: Iterable[Any]) -> dict[str, Any]:
     distinct = list({canonical(v): v for v in column}.values())
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in distinct)
     ordered = sorted(distinct) if numeric else sorted(distinct, key=lambda v: (v is not None, str(v)))
-    label, phrase = KNOB_NAMES.get(key, (key, key.rsplit(".", 1)[-1] + " {}"))
+    last = key.rsplit(".", 1)[-1]
+    label, phrase = KNOB_NAMES.get(key) or KNOB_NAMES.get(last) or (key, last + " {}")
     return {"key": key, "label": label, "phrase": phrase, "numeric": numeric, "values": ordered}
 
 
@@ -207,11 +210,11 @@ def _knob_pairs(knobs: Iterable[str]) -> list[dict[str, Any]]:
     have = list(knobs)
     load = next((name for name in LOADS if name in have), None)
     accept = next((name for name in have if "accept" in name), None)
-    draft = next((name for name in have if "draft" in name and name != accept), None)
+    drafts = [name for name in have if ("draft" in name or "speculative_tokens" in name) and name != accept]
     pairs = [
         ("Chunk × load", "max_num_batched_tokens", load),
         ("Batch limit × load", "max_num_seqs", load),
-        ("Acceptance × draft cost", accept, draft),
+        *(("Acceptance × draft cost", accept, draft) for draft in drafts[:1]),
     ]
     return [{"name": name, "keys": [a, b]} for name, a, b in pairs if a in have and b in have]
 

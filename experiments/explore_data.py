@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def _sweep(root: Path, results: Path, serving: Sequence[str]) -> Space:
     gpu = base.get("gpu", Deployment.model_fields["gpu"].default)
     points = []
     for number, runs in sorted(groups.items()):
-        shown = {knob: runs[0][knob] for knob in knobs}
+        shown = _spread({knob: runs[0][knob] for knob in knobs})
         params = given[number] if number < len(given) and not asked.get("search") else _params(runs[0], knobs)
         folder = root / folder_name(params, serving) / f"run={runs[0]['run']}" if asked else None
         command = _command(base, params, folder) if folder is not None else ""
@@ -146,6 +146,8 @@ def _sweep(root: Path, results: Path, serving: Sequence[str]) -> Space:
                 **_mean(runs),
             )
         )
+    names = tuple(dict.fromkeys(name for p in points for name in p.params))
+    points = [replace(p, params={name: p.params.get(name) for name in names}) for p in points]
     done = sum(not p.error for p in points)
     facts = [f"{len(points):,} points" if done == len(points) else f"{done:,} of {len(points):,} points done"]
     facts += [f"{num_runs} runs each, averaged"] if num_runs > 1 else []
@@ -161,12 +163,32 @@ def _sweep(root: Path, results: Path, serving: Sequence[str]) -> Space:
         f"Sweep {root.resolve().name}",
         " · ".join(facts),
         root,
-        tuple(k for k in knobs if len({canonical(p.params[k]) for p in points}) > 1) or knobs,
+        tuple(k for k in names if len({canonical(p.params[k]) for p in points}) > 1) or names,
         tuple(points),
         _limits(base),
         base,
         notes=tuple(notes) if expected > len(rows) else (),
     )
+
+
+def _spread(params: Params) -> Params:
+    """A flag whose value is an object is a knob per field of it: speculative_config.acceptance."""
+    out: Params = {}
+    for key, value in params.items():
+        inner = _object(value) if isinstance(value, str) and value.startswith("{") else value
+        if isinstance(inner, dict):
+            out |= _spread({f"{key}.{name}": v for name, v in inner.items()})
+        else:
+            out[key] = canonical(inner) if isinstance(inner, list) else inner
+    return out
+
+
+def _object(text: str) -> Any:
+    """JSON's value, or the text where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _rows(root: Path, results: Path) -> list[dict[str, Any]]:
@@ -227,6 +249,8 @@ def _command(base: Mapping[str, Any], params: Params, folder: Path) -> str:
             words.append(f"--{'' if value else 'no-'}{option}")
         elif isinstance(value, list):
             words += [f"--{option}", *map(str, value)]
+        elif isinstance(value, dict):
+            words += [f"--{option}", json.dumps(value)]
         else:
             words += [f"--{option}", f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join([*words, "-o", str(folder)])

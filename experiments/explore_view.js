@@ -248,7 +248,7 @@ function frontAndTable() {
   const edge = drawFront();
   table("front-table", [[null, "Point"], [null, FIGURE[S.x].label], [null, FIGURE[S.y].label], [null, "Settings"]],
     edge.slice(0, 60).map(i => [i, shown(S.x, value(S.x, i)), shown(S.y, value(S.y, i)), named(i)]));
-  $("front-count").textContent = `The ${edge.length} points on the front`;
+  $("front-count").textContent = edge.length === 1 ? "The one point on the front" : `The ${edge.length} points on the front`;
 }
 function moneyAndTable() {
   table("money-table", [[null, "Point"], [null, "Capacity"], [null, "$ per hour"], [null, "Configuration"]],

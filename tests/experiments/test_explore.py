@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -59,6 +60,27 @@ def test_several_runs_of_a_point_are_averaged(tmp_path: Path) -> None:
     for p, pair in zip(found.points, (table[:2], table[2:]), strict=True):
         assert p.figures["p95_ttft_ms"] == pytest.approx(sum(r["p95_ttft_ms"] for r in pair) / 2)
         assert pair[0]["p95_ttft_ms"] != pair[1]["p95_ttft_ms"]
+
+
+def test_fields_of_an_object_are_knobs_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "drafts.yaml").write_text(
+        "base: {model: qwen3-0.6b, dataset_name: random, isl: 50, osl: 9, num_prompts: 20, request_rate: 50}\n"
+        "grid:\n  speculative_config:\n"
+        "    - {method: ngram, num_speculative_tokens: 2, acceptance: 0.3}\n"
+        "    - {method: ngram, num_speculative_tokens: 4, acceptance: 0.8}\n"
+        "    - null\n"
+    )
+    main(["sweep", str(tmp_path / "drafts.yaml"), "-o", str(tmp_path), "--jobs", "1"])
+    found = load_space(tmp_path / "drafts", serving=SERVING)
+    names = [f"speculative_config.{name}" for name in ("method", "num_speculative_tokens", "acceptance")]
+    assert sorted(found.knobs) == sorted(names)
+    assert [p.params.get(names[2]) for p in found.points] == [0.3, 0.8, None]
+    (pair,) = payload(found, tmp_path, {})["pairs"]
+    assert pair == {"name": "Acceptance × draft cost", "keys": [names[2], names[1]]}
+    command = shlex.split(found.points[1].command)
+    assert main([*command[1:-1], str(tmp_path / "again"), "--replications", "1"]) == 0
+    again = json.loads((tmp_path / "again" / "result.json").read_text())
+    assert again["p95_tpot_ms"] == found.points[1].figures["p95_tpot_ms"]
 
 
 def test_the_same_results_make_the_same_page_and_it_loads_nothing(sweep: Path, space: Space) -> None:
