@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from costmodel.formats import kv_format
 from costmodel.memory import GIB, MemoryPlan, default_limits, plan_memory
 from costmodel.model import ModelShape, load_model
 from costmodel.pricer import StepPricer
@@ -27,6 +28,7 @@ from serving.speculative_config import parse_speculative_config
 from sim.admission import TOO_MANY, Admission
 from sim.fleet.build import FLEET_FIELDS, build_pools, check_fleet, fleet_plan, is_fleet, pool_specs
 from sim.fleet.spec import Autoscaler, ColdStart, Failures, KvTransfer, Pool, parse_structured
+from sim.jitter import step_noise
 from sim.noise import StepNoise
 from sim.record import RunRecord, Status
 from sim.replica import Pricer
@@ -77,6 +79,8 @@ class Deployment(BaseModel):
     """Weight format: fp8, fp8_block, int8_wo, int4_wo and others that the profile has prices for."""
     kv_cache_dtype: str = "auto"
     """Format of the KV cache: auto (16 bit), fp8, int8 or int4."""
+    kv_cache_recent_tokens: int = Field(default=0, ge=0)
+    """Quantised KV cache: of each sequence, the last tokens that are kept in 16 bit beside it."""
     policy: str = "chunked"
     """Batch policy: chunked (vLLM V1), adaptive (chunked with caps), continuous (whole prompts first), static, or
     my_module:MyPolicy."""
@@ -132,6 +136,13 @@ class Deployment(BaseModel):
     """Which vLLM V1 the scheduler copies: 2025 has no full-prompt gate and queues every freed page last."""
     enforce_eager: bool = False
     """No CUDA graphs."""
+    step_jitter: float | Literal["profile"] | None = None
+    """Spread of step times from step to step, in log units: a number, or that of the profile's measurements. Off by
+    default; replications for intervals have the profile's."""
+    stall_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Share of steps that stall (page faults, collectors, neighbours)."""
+    stall_ms: float = Field(default=0.0, ge=0)
+    """Mean length of a stall."""
     frontend_overhead_ms: float = Field(default=0.0, ge=0)
     """Time a request spends in HTTP and gateways before it is tokenised."""
     tokenize_us_per_token: float = Field(default=1.0, ge=0)
@@ -203,6 +214,7 @@ def build(deployment: Deployment) -> Built:
             f"max_num_seqs lowered from {seqs} to {seats}: a step computes at most {seats} tokens, one for each sequence"
         )
         seqs = seats
+    _check_recent(d)
     memory = plan_memory(
         model,
         profile,
@@ -215,6 +227,7 @@ def build(deployment: Deployment) -> Built:
         dtype=d.dtype,
         quantization=d.quantization,
         kv_cache_dtype=d.kv_cache_dtype,
+        kv_recent_tokens=d.kv_cache_recent_tokens * (2 if _is_asynchronous(d) else 1),
         cuda_graphs=not d.enforce_eager,
     )
     drafting = None if d.speculative_config is None else parse_speculative_config(d.speculative_config)
@@ -244,13 +257,11 @@ def build(deployment: Deployment) -> Built:
             f"max_model_len lowered from {longest} to {pages * d.block_size}: the KV cache holds no longer sequence"
         )
         longest = pages * d.block_size
-    asynchronous = d.policy in CHUNKING if d.async_scheduling is None else d.async_scheduling
+    asynchronous = _is_asynchronous(d)
     if drafting is not None:
         asynchronous = check_speculation(drafting, d.policy, d.async_scheduling)
     if asynchronous and d.policy == "static":
         raise UsageError("--async-scheduling has no meaning for --policy static; leave it off")
-    if d.semantics == "vllm-2025" and d.async_scheduling is None:
-        asynchronous = False
     limits = SchedulerConfig(
         num_pages=pages,
         page_tokens=d.block_size,
@@ -275,6 +286,7 @@ def build(deployment: Deployment) -> Built:
         dtype=d.dtype,
         quantization=d.quantization,
         kv_cache_dtype=d.kv_cache_dtype,
+        kv_recent_tokens=d.kv_cache_recent_tokens,
         max_num_batched_tokens=max(tokens, longest) if d.policy not in CHUNKING else tokens,
         max_num_seqs=seqs,
         cuda_graphs=not d.enforce_eager,
@@ -284,6 +296,27 @@ def build(deployment: Deployment) -> Built:
     elif d.swap_space is not None:
         raise UsageError("--swap-space has an effect only with --preemption-mode swap or auto")
     return Built(d, model, profile, memory, limits, pricer, tuple(warnings), speculation=speculation)
+
+
+def _is_asynchronous(d: Deployment) -> bool:
+    """Whether steps are planned ahead: by default where vLLM does so."""
+    if d.async_scheduling is not None:
+        return d.async_scheduling
+    return d.policy in CHUNKING and d.semantics != "vllm-2025" and d.speculative_config is None
+
+
+def _check_recent(d: Deployment) -> None:
+    """Raise `UsageError` where a window of recent tokens has no effect or no engine has it."""
+    if not d.kv_cache_recent_tokens:
+        return
+    if kv_format(d.kv_cache_dtype).bits == 16:
+        raise UsageError(
+            "--kv-cache-recent-tokens has an effect only with --kv-cache-dtype int8, int4 or fp8; set one or leave it out"
+        )
+    if d.speculative_config is not None:
+        raise UsageError(
+            "--kv-cache-recent-tokens: drafts are verified with one precision; leave out --speculative-config"
+        )
 
 
 def eviction_limits(d: Deployment, model: ModelShape) -> dict[str, Any]:
@@ -409,7 +442,7 @@ def simulate(
         fast_forward=fast_forward,
         until_s=until_s,
         progress=progress,
-        noise=noise,
+        noise=step_noise(built, noise, seed),
         watch=watch,
         options=RouterOptions(seed, d.router_prefix_tokens, d.router_load_factor),
         fleet=fleet,

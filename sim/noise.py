@@ -27,6 +27,10 @@ class StepNoise:
     log_std: float
     seed: int
     correlation: float = 0.0
+    stall_rate: float = 0.0
+    """Share of steps that stall besides: a page fault, a collector, a neighbour."""
+    stall_s: float = 0.0
+    """Mean length of a stall, exponentially distributed."""
 
     def stream(self, replica: int) -> NoiseStream:
         """The factors of one replica, independent of every other's."""
@@ -41,6 +45,12 @@ class NoiseStream:
         self._draw = np.random.Generator(np.random.Philox(np.random.SeedSequence((noise.seed, replica))))
         self._factors: list[float] = []
         self._last = 0.0
+        self.stalls_any = noise.stall_rate > 0 and noise.stall_s > 0
+        # Stalls have a stream of their own: switching them off leaves the factors as they were.
+        self._stall_draw = np.random.Generator(
+            np.random.Philox(np.random.SeedSequence((noise.seed, replica, 1)))
+        )
+        self._stalls: list[float] = []
 
     def at(self, step: int) -> float:
         """The factor of step `step`."""
@@ -53,6 +63,24 @@ class NoiseStream:
         while step + count > len(self._factors):
             self._extend()
         return np.array(self._factors[step : step + count])
+
+    def stall_at(self, step: int) -> float:
+        """Seconds by which step `step` stalls; mostly 0."""
+        while step >= len(self._stalls):
+            self._extend_stalls()
+        return self._stalls[step]
+
+    def stall_run(self, step: int, count: int) -> Floats:
+        """Stalls of `count` steps from `step` on, shape (count,)."""
+        while step + count > len(self._stalls):
+            self._extend_stalls()
+        return np.array(self._stalls[step : step + count])
+
+    def _extend_stalls(self) -> None:
+        hit = self._stall_draw.random(_BLOCK) < self._noise.stall_rate
+        self._stalls.extend(
+            np.where(hit, self._stall_draw.exponential(self._noise.stall_s, _BLOCK), 0.0).tolist()
+        )
 
     def _extend(self) -> None:
         noise = self._noise

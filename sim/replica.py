@@ -285,6 +285,8 @@ class Replica:
             gpu_s += self.pricer.move_s(sum(len(move.sources) for move in (*plan.swap_out, *plan.swap_in)))
         if self._noise is not None:
             gpu_s = gpu_s * self._noise.at(step)
+            if self._noise.stalls_any:
+                gpu_s = gpu_s + self._noise.stall_at(step)
         return gpu_s, self.pricer.host_s(len(plan.slots) + plan.num_padding, plan.num_tokens)
 
     def _price_drafts(self, plan: StepPlan, step: int) -> tuple[float, float]:
@@ -302,7 +304,11 @@ class Replica:
         gpu_s = self.pricer.decode_run_s(
             len(plan) + padding, context_sum + padding * context_max, context_max, steps
         )
-        return gpu_s if self._noise is None else gpu_s * self._noise.run(len(self.steps), steps)
+        if self._noise is None:
+            return gpu_s
+        first = len(self.steps)
+        gpu_s = gpu_s * self._noise.run(first, steps)
+        return gpu_s + self._noise.stall_run(first, steps) if self._noise.stalls_any else gpu_s
 
     def _steps_to_leap(self, plan: StepPlan, step_s: float) -> int:
         """Steps to leap over: about as many as fit before the next event, 0 where too few to be worth it."""
