@@ -146,6 +146,7 @@ def prepare(plan: Plan, source: Source | None = None) -> Bench:
         max_positions=longest,
         quantization=plan.options.quantization,
         kv_cache_dtype=plan.options.kv_cache_dtype,
+        kv_recent_tokens=plan.options.kv_cache_recent_tokens,
     )
     load_s = time.perf_counter() - begun_s
     limits = SchedulerConfig(

@@ -55,7 +55,11 @@ class Attention:
         kv_bytes: float,
         max_context: int,
         max_batch: int,
+        recent_tokens: int = 0,
     ) -> None:
+        """`recent_tokens` of each sequence are read in 16 bit, whatever `kv_bytes` the others have."""
+        self._recent = float(recent_tokens)
+        self._recent_more = 2.0 / kv_bytes - 1.0
         self._layers = float(model.num_layers)
         self._max_batch = max_batch
         self._shape = (float(model.heads_per_rank(tp)), float(model.kv_heads_per_rank(tp)))
@@ -177,13 +181,19 @@ class Attention:
         dense = np.concatenate([np.arange(1, 32), np.arange(32, 256, 8), np.arange(256, most + 16, 16)])
         batches = _measured_or(kernel, 0, dense[dense <= most])
         contexts = _measured_or(kernel, 1, self.knots_array)
-        at = kernel.seconds(self._shape, batches[:, None], contexts[None, :])
+        at = kernel.seconds(self._shape, batches[:, None], self._read(contexts)[None, :])
         seconds = np.stack([np.interp(self.knots_array, contexts, row) for row in at])
         kv_bytes = 2.0 * self._shape[1] * self._hw.head_dim * self._hw.kv_bytes
-        floor = batches[:, None] * self.knots_array[None, :] * kv_bytes / self._hw.hbm_bytes_per_s
+        floor = batches[:, None] * self._read(self.knots_array)[None, :] * kv_bytes / self._hw.hbm_bytes_per_s
         table = monotone(monotone(np.maximum(seconds, floor), axis=1), axis=0)
         found = self._tables[kernel.kind] = (batches, np.maximum(table, floor) * self._layers)
         return found
+
+    def _read(self, contexts: Floats) -> Floats:
+        """Tokens of the cache's format that have as many bytes as a decode reads of each context."""
+        if not self._recent:
+            return contexts
+        return np.asarray(contexts + self._recent_more * np.minimum(contexts, self._recent))
 
     def _longest_slope(self, kernel: Kernel, batch: int) -> float:
         """Seconds per context token of one sequence's thread blocks, when they are alone on the device.

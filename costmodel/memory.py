@@ -56,6 +56,8 @@ class MemoryPlan:
     block_size: int
     num_blocks: int
     max_model_len: int
+    recent_bytes: int = 0
+    """16-bit copies of the last tokens of every sequence, beside a quantised cache."""
 
     @property
     def budget_bytes(self) -> int:
@@ -100,6 +102,8 @@ class MemoryPlan:
         note = "" if self.graphs_in_budget else "   (outside the budget, as before vLLM 0.21)"
         sign = "-" if self.graphs_in_budget else " "
         lines.append(f"{sign + ' CUDA graphs':<26}{_gb(self.graph_bytes)}{note}")
+        if self.recent_bytes:
+            lines.append(f"{'- recent KV in 16 bit':<26}{_gb(self.recent_bytes)}")
         held = self.max_model_len * self.kv_bytes_per_token
         lines += [
             f"{'= KV cache':<26}{_gb(self.kv_cache_bytes)}",
@@ -173,13 +177,15 @@ def plan_memory(
     dtype: str = "bfloat16",
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    kv_recent_tokens: int = 0,
     cuda_graphs: bool = True,
     graphs_in_budget: bool = True,
 ) -> MemoryPlan:
     """How one rank's memory divides, and the number of KV pages.
 
     `gpu_memory_utilization` defaults to 0.92 as in vLLM 0.33 (0.9 before). `graphs_in_budget`: vLLM counts
-    the CUDA-graph pool inside the budget since 0.21 (pull request 30515); False for earlier engines. Raises
+    the CUDA-graph pool inside the budget since 0.21 (pull request 30515); False for earlier engines.
+    `kv_recent_tokens` are kept in 16 bit beside a quantised cache for each of `max_num_seqs` sequences. Raises
     `InfeasibleError` when weights and transients leave no page, saying how much is missing and what fixes it.
     """
     if not 0.0 < gpu_memory_utilization <= 1.0:
@@ -210,7 +216,8 @@ def plan_memory(
     kv_heads = model.kv_heads_per_rank(tensor_parallel_size)
     per_token = kv_cache_bytes(layers, kv_heads, model.head_dim, 1, kv_element)
     budget = int(profile.facts.memory_bytes * gpu_memory_utilization)
-    left = budget - weights - activations - runtime - (graphs if graphs_in_budget else 0)
+    recent = int(max_num_seqs * kv_recent_tokens * kv_cache_bytes(layers, kv_heads, model.head_dim, 1))
+    left = budget - weights - activations - runtime - recent - (graphs if graphs_in_budget else 0)
     blocks = int(left // (per_token * block_size)) if left > 0 else 0
     plan = MemoryPlan(
         model=model.name,
@@ -232,6 +239,7 @@ def plan_memory(
         block_size=block_size,
         num_blocks=blocks,
         max_model_len=max_model_len or model.max_position_embeddings,
+        recent_bytes=recent,
     )
     if blocks < 2:
         raise InfeasibleError(_no_room(plan, left, model, quantization))

@@ -54,6 +54,7 @@ class StepPricer:
         dtype: str = "bfloat16",
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        kv_recent_tokens: int = 0,
         max_num_batched_tokens: int = 8192,
         max_num_seqs: int = 1024,
         cuda_graphs: bool = True,
@@ -76,6 +77,7 @@ class StepPricer:
             self._kv_bytes,
             model.max_position_embeddings,
             max_num_seqs,
+            recent_tokens=kv_recent_tokens,
         )
         self._max_tokens, self._max_seqs = max_num_batched_tokens, max_num_seqs
         self._graphs = graph_sizes(max_num_seqs, max_num_batched_tokens) if cuda_graphs else []

@@ -98,6 +98,13 @@ class RecentTokens:
             ],
         )
 
+    def whole(self, count: int) -> RecentWindow:
+        """A sequence of `count` tokens computed at once, in a seat of its own."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        one = ChunkWindow(0, count, 0, nothing)
+        no_decodes = nothing.view(0, self.tokens)
+        return RecentWindow(self.tokens, nothing, nothing, no_decodes, no_decodes.bool(), nothing, [one])
+
     def _chunk(
         self, seat: int, begin: int, end: int, first: int, put: Callable[[npt.NDArray[np.generic]], Tensor]
     ) -> ChunkWindow:

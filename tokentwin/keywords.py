@@ -20,19 +20,18 @@ class SharedFlags(TypedDict, total=False):
     router: str | None
     router_prefix_tokens: int | None
     router_load_factor: float | None
-    pools: str | Mapping[str, Any] | Sequence[Any] | None
-    autoscaler: str | Mapping[str, Any] | Sequence[Any] | None
-    cold_start: str | Mapping[str, Any] | Sequence[Any] | None
-    failures: str | Mapping[str, Any] | Sequence[Any] | None
     admission: str | Mapping[str, Any] | Sequence[Any] | None
-    kv_transfer: str | Mapping[str, Any] | Sequence[Any] | None
     dtype: str | None
     quantization: str | None
     kv_cache_dtype: str | None
+    kv_cache_recent_tokens: int | None
     policy: str | None
     scheduling_policy: Literal["fcfs", "priority", "sjf", "edf", "fair"] | None
     static_batch_size: int | None
     static_max_wait: float | None
+    size_classes: str | None
+    max_running_tokens: int | None
+    prefill_share: float | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     max_model_len: int | None
@@ -51,6 +50,9 @@ class SharedFlags(TypedDict, total=False):
     speculative_config: str | Mapping[str, Any] | Sequence[Any] | None
     semantics: Literal["vllm-0.33", "vllm-2025"] | None
     enforce_eager: bool | None
+    step_jitter: float | Literal["profile"] | None
+    stall_rate: float | None
+    stall_ms: float | None
     frontend_overhead_ms: float | None
     tokenize_us_per_token: float | None
     detokenize_us_per_token: float | None
@@ -112,6 +114,11 @@ class SimulateFlags(SharedFlags, total=False):
     tp: int | None
     data_parallel_size: int | None
     dp: int | None
+    pools: str | Mapping[str, Any] | Sequence[Any] | None
+    autoscaler: str | Mapping[str, Any] | Sequence[Any] | None
+    cold_start: str | Mapping[str, Any] | Sequence[Any] | None
+    failures: str | Mapping[str, Any] | Sequence[Any] | None
+    kv_transfer: str | Mapping[str, Any] | Sequence[Any] | None
     max_concurrency: int | None
     concurrency: int | None
     until: float | None
@@ -126,6 +133,11 @@ class CapacityFlags(SharedFlags, total=False):
     tp: int | None
     data_parallel_size: int | None
     dp: int | None
+    pools: str | Mapping[str, Any] | Sequence[Any] | None
+    autoscaler: str | Mapping[str, Any] | Sequence[Any] | None
+    cold_start: str | Mapping[str, Any] | Sequence[Any] | None
+    failures: str | Mapping[str, Any] | Sequence[Any] | None
+    kv_transfer: str | Mapping[str, Any] | Sequence[Any] | None
     max_concurrency: int | None
     concurrency: int | None
     slo_attainment: float | None
@@ -190,6 +202,7 @@ class SweepFlags(TypedDict, total=False):
     dtype: str | Sequence[str] | None
     quantization: str | None | Sequence[str | None]
     kv_cache_dtype: str | Sequence[str] | None
+    kv_cache_recent_tokens: int | Sequence[int] | None
     policy: str | Sequence[str] | None
     scheduling_policy: (
         Literal["fcfs", "priority", "sjf", "edf", "fair"]
@@ -198,6 +211,9 @@ class SweepFlags(TypedDict, total=False):
     )
     static_batch_size: int | None | Sequence[int | None]
     static_max_wait: float | None | Sequence[float | None]
+    size_classes: str | None | Sequence[str | None]
+    max_running_tokens: int | None | Sequence[int | None]
+    prefill_share: float | None | Sequence[float | None]
     max_num_seqs: int | None | Sequence[int | None]
     max_num_batched_tokens: int | None | Sequence[int | None]
     max_model_len: int | None | Sequence[int | None]
@@ -222,6 +238,9 @@ class SweepFlags(TypedDict, total=False):
     )
     semantics: Literal["vllm-0.33", "vllm-2025"] | Sequence[Literal["vllm-0.33", "vllm-2025"]] | None
     enforce_eager: bool | Sequence[bool] | None
+    step_jitter: float | Literal["profile"] | None | Sequence[float | Literal["profile"] | None]
+    stall_rate: float | Sequence[float] | None
+    stall_ms: float | Sequence[float] | None
     frontend_overhead_ms: float | Sequence[float] | None
     tokenize_us_per_token: float | Sequence[float] | None
     detokenize_us_per_token: float | Sequence[float] | None

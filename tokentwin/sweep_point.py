@@ -86,7 +86,8 @@ def _built(deployment: Deployment) -> Built:
         return built
     d, limits = deployment, built.limits
     key = (
-        *(d.model, d.gpu, d.tensor_parallel_size, d.dtype, d.quantization, d.kv_cache_dtype, d.enforce_eager),
+        *(d.model, d.gpu, d.tensor_parallel_size, d.dtype, d.quantization, d.enforce_eager),
+        *(d.kv_cache_dtype, d.kv_cache_recent_tokens),
         *(limits.max_num_batched_tokens, limits.max_num_seqs),
         limits.max_model_len if d.policy not in CHUNKING else None,
     )

@@ -146,7 +146,7 @@ def test_text_is_the_same_preempted_swapped_forked_and_alone(kv: str) -> None:
     [("int8_wo", "auto", 0.15), ("int4_wo", "auto", 1.2), (None, "int8", 0.07), (None, "fp8", 0.15)],
 )
 def test_smollm2_stays_near_itself(quantization: str | None, kv: str, most: float) -> None:
-    """Root mean square of the change of its logits, over that of the logits about their mean (two unrelated sets: 1.4)."""
+    """Root mean square of the change of its logits, over that of the logits about their mean; unrelated ones: 1.4."""
     source, plain = smollm2(torch.float32)
     tokenizer = source.tokenizer
     assert tokenizer is not None

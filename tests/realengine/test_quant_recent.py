@@ -210,3 +210,76 @@ def test_where_it_cannot_be_is_said(tokens: int, kv: str, device: str, speculati
     with pytest.raises(UsageError, match=words):
         check_recent(tokens, kv, torch.device(device), speculative=speculative)
     check_recent(0, "auto", torch.device(device), speculative=speculative)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_twin_counts_the_same_rings(asynchronous: bool) -> None:
+    from costmodel.memory import plan_memory
+    from costmodel.profile import load_profile
+
+    shape = tiny_source().architecture.shape
+    model = load(
+        tiny_source(),
+        device=CPU,
+        dtype=torch.bfloat16,
+        max_positions=256,
+        kv_cache_dtype="int4",
+        kv_recent_tokens=12,
+    )
+    limits = SchedulerConfig(num_pages=9, max_num_seqs=3, max_model_len=64, async_scheduling=asynchronous)
+    plan = plan_memory(
+        shape,
+        load_profile("h200"),
+        max_num_seqs=3,
+        kv_cache_dtype="int4",
+        kv_recent_tokens=12 * (2 if asynchronous else 1),
+    )
+    assert plan.recent_bytes == recent_bytes(model, limits, torch.bfloat16)
+    spent = (
+        plan.weight_bytes
+        + plan.activation_bytes
+        + plan.non_torch_bytes
+        + plan.graph_bytes
+        + plan.recent_bytes
+    )
+    assert 0 <= plan.budget_bytes - spent - plan.kv_cache_bytes < plan.block_size * plan.kv_bytes_per_token
+
+
+def test_the_twin_pays_for_the_bytes_that_a_decode_reads() -> None:
+    """Bound by memory, N recent tokens of 2 bytes and the others of w cost as c + N (2 / w - 1) tokens of w."""
+    from costmodel.model import load_model
+    from costmodel.pricer import StepPricer
+    from costmodel.profile import load_profile
+
+    shape, profile = load_model("llama-3.1-8b"), load_profile("h200")
+
+    def decode_s(context: int, recent: int) -> float:
+        pricer = StepPricer(shape, profile, kv_cache_dtype="int4", kv_recent_tokens=recent, max_num_seqs=64)
+        empty = pricer.step_s(64, 64, (), 64, 64, 1)
+        return pricer.step_s(64, 64, (), 64, 64 * context, context) - empty
+
+    # A context that is recent as a whole is 2 / 0.53125 times as many bytes.
+    ratio = 2.0 / (0.5 + 4 / 128)
+    assert decode_s(4096, 10**6) == pytest.approx(decode_s(round(4096 * ratio), 0), rel=0.03)
+    assert decode_s(8192, 1024) == pytest.approx(decode_s(round(8192 + 1024 * (ratio - 1)), 0), rel=0.03)
+    assert decode_s(4096, 0) < decode_s(4096, 256) < decode_s(4096, 1024)
+
+
+def test_the_deployment_says_what_has_no_effect() -> None:
+    from sim.deployment import Deployment, build
+
+    with pytest.raises(UsageError, match="only with --kv-cache-dtype"):
+        build(Deployment(model="llama-3.1-8b", kv_cache_recent_tokens=64))
+    one, two = (
+        build(
+            Deployment(
+                model="llama-3.1-8b",
+                kv_cache_dtype="int8",
+                kv_cache_recent_tokens=64,
+                max_num_seqs=64,
+                async_scheduling=asynchronous,
+            )
+        )
+        for asynchronous in (False, True)
+    )
+    assert two.memory.recent_bytes == 2 * one.memory.recent_bytes > 0

@@ -20,6 +20,7 @@ USED = (
     "dtype",
     "quantization",
     "kv_cache_dtype",
+    "kv_cache_recent_tokens",
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_model_len",

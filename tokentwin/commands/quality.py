@@ -62,6 +62,9 @@ def quality(
             help="KV cache formats: auto, int8, int4, fp8.", consume_multiple=True, negative_iterable=()
         ),
     ] = None,
+    kv_cache_recent_tokens: Annotated[
+        int, Parameter(help="Of a quantised cache, the last tokens that are kept as they are.")
+    ] = 0,
     reference: Annotated[
         str | None,
         Parameter(
@@ -103,7 +106,11 @@ def quality(
         raise UsageError(
             f"tokentwin quality runs the engine, which needs {error.name}: pip install 'tokentwin[engine]'"
         ) from None
-    options = EngineOptions(model, dtype=dtype, device=device)
+    options = EngineOptions(model, dtype=dtype, device=device, kv_cache_recent_tokens=kv_cache_recent_tokens)
+    if kv_cache_recent_tokens and all(kv == "auto" for _, kv in formats):
+        raise UsageError(
+            "--kv-cache-recent-tokens has an effect only with --kv-cache-dtype int8, int4 or fp8"
+        )
     source = find_model(model)
     plain = source if reference is None else find_model(reference)
     if reference is None and source.packing is not None:
@@ -149,6 +156,7 @@ def measure(
     from realengine.quant import scheme_of
     from realengine.quant_kv import cache_layout, kv_bytes_per_token
     from realengine.quant_quality import divergence, read_window
+    from realengine.quant_recent import check_recent
 
     shape, dtype = source.architecture.shape, options.torch_dtype()
     for weights, kv in formats:  # all names before any model is loaded
@@ -161,7 +169,9 @@ def measure(
     for weights, kv, model in (*first, *((w, k, source) for w, k in formats)):
         name = weight_format(model, weights)
         say(f"{name}, KV {kv} …")
-        chosen = replace(options, quantization=weights, kv_cache_dtype=kv)
+        recent = 0 if kv == "auto" else options.kv_cache_recent_tokens
+        check_recent(recent, kv, options.torch_device())
+        chosen = replace(options, quantization=weights, kv_cache_dtype=kv, kv_cache_recent_tokens=recent)
         longest = max(window, PROMPT) + 16
         bench = prepare(Plan(chosen, BATCH, longest, longest), model)
         found = [read_window(bench.runner.step, ids) for ids in windows]  # type: ignore[attr-defined]
@@ -170,7 +180,7 @@ def measure(
         rows.append(
             Row(
                 "none" if name == "bfloat16" else weights or name,
-                kv,
+                f"{kv}+{recent}" if recent else kv,
                 divergence(windows, base, found),
                 *fast,
                 weight_bytes(shape, GEMM_FORMATS[name]),
@@ -201,16 +211,16 @@ def table(model: str, rows: Sequence[Row], options: EngineOptions) -> list[str]:
     lines = [
         f"{model}: {first.answers.num_tokens} tokens of text, against the first row",
         "",
-        f"{'weights':<10}{'KV':<6}{'perplexity':>11}{'':>8}{'logit err':>10}{'KL (nats)':>10}{'same top':>9}"
+        f"{'weights':<10}{'KV':<9}{'perplexity':>11}{'':>8}{'logit err':>10}{'KL (nats)':>10}{'same top':>9}"
         f"{'decode':>9}{f'x{BATCH}':>9}{'prompt':>9}{'weights':>10}{'KV/token':>10}",
-        f"{'':<10}{'':<6}{'':>11}{'change':>8}{'':>10}{'':>10}{'':>9}{'tok/s':>9}{'tok/s':>9}{'tok/s':>9}"
+        f"{'':<10}{'':<9}{'':>11}{'change':>8}{'':>10}{'':>10}{'':>9}{'tok/s':>9}{'tok/s':>9}{'tok/s':>9}"
         f"{'MB':>10}{'bytes':>10}",
     ]
     for row in rows:
         a = row.answers
         change = "" if row is first else f"{a.perplexity / first.answers.perplexity - 1:+.1%}"
         lines.append(
-            f"{row.quantization:<10}{row.kv_cache_dtype:<6}{a.perplexity:>11.3f}{change:>8}{a.logit_error:>10.4f}"
+            f"{row.quantization:<10}{row.kv_cache_dtype:<9}{a.perplexity:>11.3f}{change:>8}{a.logit_error:>10.4f}"
             f"{a.kl_nats:>10.5f}{a.same_choice:>9.1%}{row.decode_tokens_per_s:>9.1f}{row.batch_tokens_per_s:>9.1f}"
             f"{row.prefill_tokens_per_s:>9.0f}{row.weight_bytes / 1e6:>10.1f}{row.kv_bytes_per_token:>10,}"
         )

@@ -244,6 +244,7 @@ def make_engine(plan: RunPlan) -> tuple[Engine, Source]:
         seed=plan.seed,
         quantization=d.quantization,
         kv_cache_dtype=d.kv_cache_dtype,
+        kv_cache_recent_tokens=d.kv_cache_recent_tokens,
         speculative=drafting(d),
     )
     options.torch_device(), options.torch_dtype()  # a wrong name fails before the model is looked for

@@ -211,6 +211,7 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
         enforce_eager=d.enforce_eager,
         quantization=d.quantization,
         kv_cache_dtype=d.kv_cache_dtype,
+        kv_cache_recent_tokens=d.kv_cache_recent_tokens,
         speculative=drafting(d),
     )
     engine = build.build_engine(
