@@ -57,6 +57,9 @@ TWIN_ONLY = (
     "frontend_overhead_ms",
     "tokenize_us_per_token",
     "detokenize_us_per_token",
+    "step_jitter",
+    "stall_rate",
+    "stall_ms",
 )
 """Fields of a deployment that one engine on one device, without a front end, does not have."""
 _RUN = ("seed", "until", "config", "print_config", "disable_tqdm")

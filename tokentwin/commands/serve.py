@@ -62,6 +62,9 @@ TWIN_ONLY = (
     "router",
     "semantics",
     "frontend_overhead_ms",
+    "step_jitter",
+    "stall_rate",
+    "stall_ms",
 )
 """Flags that the engine does not know."""
 REAL_ONLY = ("load_format", "device")

@@ -11,6 +11,7 @@ from serving.request import Request
 from serving.scheduler import Scheduler
 from sim.clock import Clock
 from sim.log import RequestLog
+from sim.noise import NoiseStream
 from sim.replica import Pricer, Replica
 from sim.speculation import Speculation
 from tokentwin.server.backend import Delta, Meters, Timing
@@ -74,6 +75,7 @@ class LiveReplica(Replica):
         ended: Callable[[Answer, str], None],
         unread: Callable[[Answer], object],
         speculation: Speculation | None = None,
+        noise: NoiseStream | None = None,
     ) -> None:
         super().__init__(
             clock,
@@ -84,6 +86,7 @@ class LiveReplica(Replica):
             lambda request, now_s: None,
             fast_forward=False,
             speculation=speculation,
+            noise=noise,
         )
         self._meters = meters
         self._tell_end = ended

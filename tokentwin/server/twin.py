@@ -18,6 +18,7 @@ from serving.request import Request, TokenKeys
 from serving.scheduler import Scheduler
 from sim.clock import Clock
 from sim.deployment import Built
+from sim.jitter import step_noise
 from sim.router import RouterOptions, make_router
 from tokentwin.server.backend import (
     Busy,
@@ -91,6 +92,7 @@ class TwinBackend:
         """Begin simulated time at 0."""
         d, limits = self.built.deployment, self.built.limits
         self._meters = meters
+        noise = step_noise(self.built, None, 0)
         for index in range(d.data_parallel_size):
             scheduler = Scheduler(limits, load_policy(d.policy, **self._policy_options))
             self._replicas.append(
@@ -104,6 +106,7 @@ class TwinBackend:
                     ended=self._ended,
                     unread=self._abort,
                     speculation=self.built.speculation,
+                    noise=None if noise is None else noise.stream(index),
                 )
             )
         options = RouterOptions(prefix_tokens=d.router_prefix_tokens, load_factor=d.router_load_factor)
