@@ -76,14 +76,6 @@ class StepLog:
                 return [*blocks, *([np.array(rows, np.float64)] if rows else [])]
             time.sleep(0)
 
-    def peek(self) -> list[Floats]:
-        """All steps so far in parts, for another thread: nothing is moved while the log is written."""
-        while True:
-            blocks, rows = list(self._blocks), list(self._rows)
-            if not self._moving and len(blocks) == len(self._blocks):
-                return [*blocks, *([np.array(rows, np.float64)] if rows else [])]
-            time.sleep(0)
-
     def matrix(self) -> Floats:
         """All steps, shape (steps, columns)."""
         self._flush()
