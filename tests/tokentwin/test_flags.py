@@ -78,6 +78,7 @@ def test_each_deployment_field_can_be_set_by_its_flag(tokentwin: Command) -> Non
         "dtype": "float16",
         "quantization": "fp8",
         "kv_cache_dtype": "fp8",
+        "kv_cache_recent_tokens": "64",
         "policy": "static",
         "scheduling_policy": "sjf",
         "static_batch_size": "4",
