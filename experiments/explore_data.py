@@ -222,7 +222,7 @@ def _mean(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if kind in ("int", "float"):
             values = [row[name] for row in done if row.get(name) is not None]
             figures[name] = sum(values) / len(values) if values else None
-    words = {}
+    words = {"label": str(done[0].get("name") or "")}
     for name, short in WORDS.items():
         seen = list(dict.fromkeys(str(row[name]) for row in done if row.get(name)))
         words[short] = " or ".join(seen)

@@ -143,6 +143,6 @@ function phrase(k, i) { return k.phrase.replace("{}", knobText(k.key, at(k.key, 
 // Names before numbers: h100 · 30 req/s · batch 256.
 const INORDER = [...D.knobs.filter(k => !k.numeric), ...D.knobs.filter(k => k.numeric)];
 function named(i, without) {
-  const label = (D.words.label || [])[i];
-  return label || INORDER.filter(k => k.key !== without).map(k => phrase(k, i)).join(" · ");
+  const label = (D.words.label || [])[i], words = INORDER.filter(k => k.key !== without).map(k => phrase(k, i)).join(" · ");
+  return !label ? words : D.kind === "plan" ? label : `${label}: ${words}`;
 }

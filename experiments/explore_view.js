@@ -308,7 +308,14 @@ function start() {
   if (asked !== undefined) S.selected = asked;
   addEventListener("hashchange", () => { const i = ALL.find(j => "#" + D.number[j] === location.hash); if (i !== undefined) select(i); });
   nightly.addEventListener("change", () => soon(true));
-  beforePaper = () => drawStale(true);
+  // On paper nothing can be unfolded.
+  let folded = [];
+  beforePaper = () => {
+    drawStale(true);
+    folded = [...document.querySelectorAll("#front details:not([open]), #money details:not([open])")];
+    for (const box of folded) box.open = true;
+  };
+  addEventListener("afterprint", () => { for (const box of folded) box.open = false; });
   const near = new IntersectionObserver(entries => {
     for (const entry of entries) seen[entry.isIntersecting ? "add" : "delete"](entry.target.id);
     drawStale();

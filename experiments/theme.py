@@ -125,7 +125,8 @@ footer {{ color: var(--soft); font-size: .85rem; overflow-wrap: anywhere; }}
   body {{ background: white; font-size: 12px; }}
   main {{ padding: 0; }}
   section {{ padding: 10px; }}
-  figure > div:not(.js-plotly-plot) {{ height: auto !important; }}
+  figure > div:not([id]) {{ height: auto !important; }}
+  th, td {{ white-space: normal; }}
   section, .card {{ break-inside: avoid; border-color: #bbb; }}
   .modebar {{ display: none !important; }}
   .grid {{ display: block; }}

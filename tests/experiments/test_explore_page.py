@@ -111,7 +111,7 @@ class TestPage:
         page.click("#point-report")
         page.wait("location.pathname.endsWith('/report.html')")
         page.wait("document.readyState === 'complete'")
-        assert page.js("document.title").startswith("qwen3-0.6b")
+        assert page.js("document.title").startswith(f"grid #{number} · qwen3-0.6b")
         assert "Meets P95 TTFT" in page.js("document.querySelector('.verdict').textContent")
 
     def test_sliders_move_through_the_points_by_keyboard(self, page: Browser) -> None:
