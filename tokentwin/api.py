@@ -17,7 +17,7 @@ from sim.hull import check_strict
 from sim.slo import Goodput
 from sim.workload import Workload, WorkloadSpec, read_workload_file
 from tokentwin.config_file import typed
-from tokentwin.flag_tables import DEPLOYMENT, OUTPUT, PROMISES, RUN, TRAFFIC
+from tokentwin.flag_tables import DEPLOYMENT, OBSERVE, OUTPUT, PROMISES, RUN, TRAFFIC
 from tokentwin.flags import Flag, find
 from tokentwin.job import make_job, run_job
 from tokentwin.progress import progress_bar
@@ -34,9 +34,10 @@ OF_THE_SHELL = ("config", "print_config", "fail_on_slo", "disable_tqdm", "json",
 """Flags that have no meaning for a function."""
 KNOWN: dict[str, Flag] = {
     flag.name: flag
-    for table in (DEPLOYMENT, TRAFFIC, PROMISES, RUN, OUTPUT)
+    for table in (DEPLOYMENT, TRAFFIC, PROMISES, RUN, OUTPUT, OBSERVE)
     for flag in table
-    if flag.name not in OF_THE_SHELL and (flag not in OUTPUT or flag.name == "metric_percentiles")
+    if flag.name not in OF_THE_SHELL
+    and (flag not in (*OUTPUT, *OBSERVE) or flag.name in ("metric_percentiles", "alert"))
 }
 """Keywords of `simulate`."""
 

@@ -125,6 +125,7 @@ class SimulateFlags(SharedFlags, total=False):
     fast_forward: bool | None
     strict: bool | None
     metric_percentiles: str | Sequence[float] | None
+    alert: Several | None
 
 
 class CapacityFlags(SharedFlags, total=False):

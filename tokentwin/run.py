@@ -21,6 +21,7 @@ from tokentwin.plots import RunPlots
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from experiments.alerts import History
     from experiments.report_figures import Roofline
 
 TRACE, REPORT = "trace.json.gz", "report.html"
@@ -62,6 +63,20 @@ class Run:
     def steps(self) -> DataFrame:
         """One row per engine step, as `requests`."""
         return frame(self.record.steps.columns())
+
+    @property
+    def minutes(self) -> DataFrame:
+        """The run minute by minute (`experiments.minutes`), as `requests`."""
+        from experiments.minutes import minute_columns
+
+        return frame(minute_columns(self.record, self.roofline()))
+
+    @property
+    def alerts(self) -> tuple[History, ...]:
+        """What became of each rule of `alert=["ttft:p95:1m > 1s for 3m"]`: its values, and when it fired and cleared."""
+        from experiments.alert_series import histories
+
+        return histories(self.record)
 
     @property
     def plot(self) -> RunPlots:

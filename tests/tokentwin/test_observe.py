@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+import tokentwin as tt
 from experiments.observed import UTILISATION
 from tests.otlp_collector import collector, spans_in
 from tests.tokentwin.shell import SMALL, Command
@@ -238,3 +239,22 @@ def test_a_fleet_is_watched_too() -> None:
     assert seen == sorted(seen)
     assert 0 < seen[0] < seen[-1]
     assert UTILISATION not in run.record.meta
+
+
+def test_from_python_rules_are_a_keyword_and_their_histories_an_attribute() -> None:
+    asked = {
+        "model": "llama-3.1-8b",
+        "gpu": "h200",
+        "dataset_name": "random",
+        "num_prompts": 12,
+        "request_rate": 8.0,
+    }
+    run = tt.simulate(**asked, alert=[FIRES, QUIET])
+    fired, quiet = run.alerts
+    assert (str(fired.rule), fired.fired, quiet.fired) == (FIRES, True, False)
+    assert len(fired.times_s) == len(fired.values)
+    assert tt.simulate(**asked, alert=FIRES).alerts[0].firings == fired.firings
+    assert tt.simulate(**asked).alerts == ()
+    assert int(run.minutes["arrived"].sum()) == 12
+    with pytest.raises(tt.UsageError, match="column 1, 'tfft'"):
+        tt.simulate(**asked, alert="tfft:p95:1m > 1s")
