@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments import theme
-from experiments.explore_data import Space
+from experiments.explore_space import Space
 from experiments.page import asset, framed, list_section, page
 from experiments.prices import Price
 from experiments.results import METRICS
 from experiments.sweep_spec import canonical
 from sim.slo import PRESETS
 
-SCRIPTS = ("explore_model.js", "explore_plots.js", "explore_view.js")
+SCRIPTS = ("explore_model.js", "explore_plots.js", "explore_tables.js", "explore_view.js")
 LOADS = ("request_rate", "rate_scale", "max_concurrency")
 """Knobs that are a load, most usual first: capacity is the highest of their values that keeps the promises."""
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")

@@ -13,7 +13,8 @@ import pytest
 from explored import PRICES, keeps, rows, undominated, usd_per_million
 
 from experiments.explore import explore_html, front_numbers, payload
-from experiments.explore_data import Space, load_space
+from experiments.explore_data import load_space
+from experiments.explore_space import Space
 from serving.errors import UsageError
 from tokentwin.cli import main
 from tokentwin.commands.sweep import SERVING

@@ -14,7 +14,8 @@ from browser import Browser, needs_browser
 from explored import PRICES, keeps, rows
 
 from experiments.explore import explore_html, front_numbers
-from experiments.explore_data import Space, load_space
+from experiments.explore_data import load_space
+from experiments.explore_space import Space
 from experiments.prices import load_prices
 from experiments.sweep_store import COLUMNS
 from tokentwin.cli import main

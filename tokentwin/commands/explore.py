@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from experiments.explore_data import Point, Space, load_space
+from experiments.explore_data import load_space
+from experiments.explore_space import Point, Space
 from serving.errors import UsageError
 from tokentwin.commands.sweep import BASE_FLAGS, SERVING
 from tokentwin.config_file import configurable, typed
