@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from experiments.gallery.batching import chunk_size, fairness, policies, size_classes
+from experiments.gallery.drafts import speculation, speculation_load
 from experiments.gallery.entry import Maker
+from experiments.gallery.fleet import admission, cold_start, jitter, routing
 from experiments.gallery.memory import cliff, eviction, paging, preemption
 from experiments.gallery.rest import quantisation, streaming, tensor_parallel
 
 ENTRIES: tuple[Maker, ...] = (
+    speculation,
+    speculation_load,
     quantisation,
     policies,
     chunk_size,
@@ -19,4 +23,8 @@ ENTRIES: tuple[Maker, ...] = (
     streaming,
     tensor_parallel,
     fairness,
+    admission,
+    routing,
+    cold_start,
+    jitter,
 )
