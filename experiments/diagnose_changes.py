@@ -31,7 +31,8 @@ class Change:
     @property
     def flags(self) -> str:
         """As flags of `tokentwin simulate` and of vLLM."""
-        return " ".join(_flag(name, value) for name, value in self.fields.items())
+        given = {name: value for name, value in self.fields.items() if value is not None}
+        return " ".join(_flag(name, value) for name, value in (given or self.fields).items())
 
     def applied(self, deployment: Deployment) -> Deployment:
         """The deployment after the change. Raises pydantic's ValidationError for values that cannot be."""
@@ -40,6 +41,8 @@ class Change:
 
 def _flag(name: str, value: Any) -> str:
     option = name.replace("_", "-")
+    if value is None:
+        return f"without --{option}"
     if isinstance(value, bool):
         return f"--{option}" if value else f"--no-{option}"
     return f"--{option} {value}"

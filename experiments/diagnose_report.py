@@ -12,8 +12,6 @@ from experiments.diagnose import HIGHER_IS_BETTER, Diagnosis, Trial
 from experiments.diagnose_rules import STAGE_WORDS, Finding, Judged
 from sim.intervals import Difference
 
-MARKS = {True: "!", False: " ", None: "-"}
-
 
 def diagnosis_lines(d: Diagnosis) -> list[str]:
     """The diagnosis, at most `WIDTH` wide."""
@@ -27,7 +25,10 @@ def diagnosis_lines(d: Diagnosis) -> list[str]:
     lines += _wrap(f"{d.run.lost} requests were lost.") if d.run.lost else []
     lines.append(" Rules ".center(WIDTH, "="))
     for finding in d.findings:
-        lines += _rule(finding)
+        lines += _rule(finding, "!" if finding in d.causes and not d.healthy else "+")
+    lines += _wrap(
+        f"!: explains {d.target.slo.label}; +: beyond its threshold; -: does not apply. Thresholds are rules of thumb."
+    )
     lines.append(" Changes ".center(WIDTH, "="))
     lines += _changes(d)
     lines += [line for note in d.run.notes for line in _wrap(f"note: {note}")]
@@ -63,12 +64,12 @@ def _governed(judged: Judged) -> str:
     return f"{judged.slo.label} is governed by {STAGE_WORDS[judged.stage]}: {share}{f' ({others})' if others else ''}."
 
 
-def _rule(f: Finding) -> list[str]:
+def _rule(f: Finding, mark: str) -> list[str]:
     if f.fired is None:
         return _wrap(f"- {f.rule}: {f.evidence}")
     sign = "≥" if (f.value or 0.0) >= f.threshold else "<"
     value = 0.0 if f.value is None or abs(f.value) < 5e-4 else f.value
-    head = f"{MARKS[f.fired]} {f.rule}: {f.statistic} {value:.3g} {sign} {f.threshold:.3g}"
+    head = f"{mark if f.fired else ' '} {f.rule}: {f.statistic} {value:.3g} {sign} {f.threshold:.3g}"
     points = f" → {f.means}" if f.fired else ""
     return _wrap(f"{head}{points}. {_capital(f.evidence)}.")
 

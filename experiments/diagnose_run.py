@@ -21,7 +21,7 @@ from calibration.runs_saved import DETAILED, is_bench_json, is_saved_run
 from experiments.saved import load_record
 from serving.errors import UsageError
 from sim.deployment import Deployment
-from sim.latency import Pooled, inter_token_gaps, latencies, percentile_s, pooled, stage_times
+from sim.latency import Bools, Pooled, inter_token_gaps, latencies, percentile_s, pooled, stage_times
 from sim.meta import meta_value
 from sim.metrics import slo_outcomes
 from sim.record import Floats, Ints, RunRecord, Status
@@ -223,8 +223,9 @@ def _of_bench(path: Path, result: dict[str, Any], deployment: Deployment | None)
         raise UsageError(f"{path}: no request of this run succeeded; there is nothing to diagnose")
     ttft_s = np.array(result["ttfts"], np.float64)[done]
     decode_s = np.array([float(np.sum(gaps)) for gaps in result["itls"]])[done]
-    queue = result.get("queue_times")
-    queue_s = np.array([np.nan if q is None else q for q in queue], np.float64)[done] if queue else None
+    queue_s, server_ttft_s = (
+        _reported(result.get(key), done) for key in ("server_queue_times", "server_ttfts")
+    )
     gaps = [np.asarray(g, np.float64) for g, kept in zip(result["itls"], done, strict=True) if kept]
     every = np.concatenate(gaps) if gaps else np.empty(0)
     return from_columns(
@@ -235,13 +236,24 @@ def _of_bench(path: Path, result: dict[str, Any], deployment: Deployment | None)
         output_tokens=outputs[done],
         ttft_s=ttft_s,
         e2el_s=ttft_s + decode_s,
-        queue_s=None if queue_s is None or np.isnan(queue_s).any() else queue_s,
+        queue_s=queue_s,
+        prefill_s=None
+        if queue_s is None or server_ttft_s is None
+        else np.maximum(server_ttft_s - queue_s, 0.0),
         gaps_s=np.quantile(every, np.linspace(0, 1, GAP_PERCENTILES)) if len(every) else None,
         lost=int((~done).sum()),
         deployment=deployment,
         max_concurrency=result.get("max_concurrency"),
         all_at_once=result.get("request_rate") in (None, "inf", float("inf")),
     )
+
+
+def _reported(values: Sequence[float | None] | None, done: Bools) -> Floats | None:
+    """What the server said of every finished request; `queue_times` is the wait for the client's own limit instead."""
+    if not values:
+        return None
+    column = np.array([np.nan if value is None else value for value in values], np.float64)[done]
+    return None if np.isnan(column).any() else column
 
 
 def from_columns(
