@@ -90,6 +90,8 @@ def _variant(name: str, a: RunRecord, b: RunRecord, seed: int) -> Variant:
         notes.append("requests were not sent at the same times in both runs, as in a closed loop")
     changes = list(_latencies(a, b, both, seed))
     changes.append(_share("failed_share", ~done[0], ~done[1], seed))
+    if (limits := a.meta.get("goodput_s")) and limits == b.meta.get("goodput_s"):
+        changes.append(_share("slo_attainment", _good(a, limits), _good(b, limits), seed))
     first, second = summarise(a, percentiles=_PERCENTILES), summarise(b, percentiles=_PERCENTILES)
     changes += [Change(Metric.of(n), getattr(first, n), getattr(second, n)) for n in _UNPAIRED]
     return Variant(name, tuple(changes), _differing(a, b), tuple(notes))
@@ -120,6 +122,14 @@ def _mean_queue(first: Floats, second: Floats, both: Bools, seed: int) -> Change
     low, high = (None, None) if ends is None else ends[0]
     mean = (float(x.mean()), float(y.mean())) if len(x) else (math.nan, math.nan)
     return _change("mean_queue", *mean, low, high)
+
+
+def _good(record: RunRecord, limits_s: Mapping[str, float]) -> Bools:
+    """Requests that finished within every limit."""
+    lat, good = latencies(record), record.requests.status == Status.FINISHED
+    for metric, limit_s in limits_s.items():
+        good = good & (getattr(lat, f"{metric}_s") <= limit_s)
+    return np.asarray(good)
 
 
 def _share(name: str, first: Bools, second: Bools, seed: int) -> Change:

@@ -22,7 +22,8 @@ Example:
 
 Exit codes:
   0 done; 1 failed, or a request was lost; 2 wrong usage; 3 an SLO was missed
-  (--fail-on-slo) or an alert fired (--fail-on-alert); 130 interrupted: what happened so far is kept
+  (--fail-on-slo) or an alert fired (--fail-on-alert); 130 interrupted: what
+  happened so far is kept
 """
 COMMANDS = (
     ("simulate", "simulate:simulate", "Run a workload on a deployment and judge it."),

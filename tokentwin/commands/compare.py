@@ -135,10 +135,14 @@ def of_files(paths: Mapping[str, Path], given: Mapping[str, Any]) -> Comparison:
     """Deployments of YAML files on one workload. Raises UsageError where their workloads differ."""
     jobs: dict[str, Job] = {}
     common: dict[str, Any] = {}
-    for name, path in paths.items():
+    for path in paths.values():
         if path.is_dir():
             raise UsageError(f"{path} is a folder, and the base is a file; compare like with like")
-        content = read_config(path, SIMULATE)
+    for name, path in paths.items():
+        try:
+            content = read_config(path, SIMULATE)
+        except UsageError as error:
+            raise UsageError(str(error).removeprefix("--config ")) from None
         merged = {**content, **given}
         keys = {k: v for k, v in merged.items() if k not in _SHAPE | _NOT_COMPARED}
         if jobs:
