@@ -133,7 +133,7 @@ def payload(space: Space, at: Path, prices: Mapping[str, Price], *, make: str = 
         "limits_source": source,
         "statistics": list(STATISTICS),
         "prices": {gpu: price for gpu, price in priced.items() if price is not None},
-        "load": next((load for load in LOADS if load in space.knobs and space.kind == "sweep"), None),
+        "load": next((k["key"] for load in LOADS for k in knobs if k["key"] == load and k["numeric"]), None),
         "objective": "usd_per_hour" if space.kind == "plan" else "usd_per_million_output_tokens",
         "pairs": _knob_pairs(space.knobs),
         "grid": math.prod(len(k["values"]) for k in knobs) <= 4 * len(points),
@@ -198,11 +198,15 @@ def front_numbers(space: Space, prices: Mapping[str, Price]) -> list[int]:
 
 def _knob(key: str, column: Iterable[Any]) -> dict[str, Any]:
     distinct = list({canonical(v): v for v in column}.values())
-    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in distinct)
-    ordered = sorted(distinct) if numeric else sorted(distinct, key=lambda v: (v is not None, str(v)))
+    numeric = all(_is_number(v) for v in distinct)
+    ordered = sorted(distinct, key=lambda v: (v is not None, v if _is_number(v) else 0, str(v)))
     last = key.rsplit(".", 1)[-1]
     label, phrase = KNOB_NAMES.get(key) or KNOB_NAMES.get(last) or (key, last + " {}")
     return {"key": key, "label": label, "phrase": phrase, "numeric": numeric, "values": ordered}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _knob_pairs(knobs: Iterable[str]) -> list[dict[str, Any]]:

@@ -131,7 +131,7 @@ function fmt(v) {
 function shown(key, v) {
   if (!known(v)) return "–";
   const unit = FIGURE[key].unit;
-  if (unit === "%") return fmt(v * 100) + " %";
+  if (unit === "%") return (v > 0 && v < 0.001 ? "under 0.1" : fmt(v * 100)) + " %";
   if (unit === "$") return "$" + (v < 100 ? v.toFixed(2) : fmt(v));
   return fmt(v) + (unit ? " " + unit : "");
 }

@@ -117,7 +117,10 @@ function spacing(values) {
   return values.length > 2 && values[0] > 0 && uneven(Math.log) < uneven(v => v) ? "log" : "linear";
 }
 function knobAxis(k) {
-  if (!k.numeric) return {type: "category", title: {text: k.label}};
+  if (!k.numeric) {
+    const names = k.values.map((_, n) => knobText(k.key, n));
+    return {type: "category", categoryorder: "array", categoryarray: names, range: [-0.3, names.length - 0.7], title: {text: k.label}};
+  }
   const ticks = k.values.filter(known), axis = {title: {text: k.label}, type: spacing(ticks)};
   if (axis.type === "log" || ticks.length <= 5) Object.assign(axis, {tickmode: "array", tickvals: ticks, ticktext: ticks.map(fmt)});
   return axis;
@@ -160,7 +163,8 @@ function drawSlices() {
                           symbol: line.map(i => broken(i).length ? "x" : "circle")}});
     }
     if (S.selected !== null && known(value(S.metric, S.selected))) {
-      layout.annotations.push(frame(knobX(k, S.selected), value(S.metric, S.selected),
+      // A category is placed by its number: its name could be one, too.
+      layout.annotations.push(frame(k.numeric ? knobX(k, S.selected) : at(k.key, S.selected), value(S.metric, S.selected),
         {xref: axes.xaxis, yref: axes.yaxis}, [layout["xaxis" + number].type === "log", type === "log"]));
     }
     if (limit !== null) layout.shapes.push(dashed({xref: axes.xaxis + " domain", yref: axes.yaxis, x0: 0, x1: 1, y0: limit, y1: limit}));
