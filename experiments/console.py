@@ -174,8 +174,10 @@ def _headline(record: RunRecord, s: Summary, certainty: Certainty | None) -> lis
 
 
 def _failed(s: Summary) -> str:
-    lost = f", {s.errors} failed" if s.errors else ""
-    return f"{s.rejected} rejected, {s.unfinished} unfinished{lost}"
+    if not s.errors:
+        return f"{s.rejected} rejected, {s.unfinished} unfinished"
+    kinds = ((s.rejected, "rejected"), (s.errors, "failed"), (s.unfinished, "open"))
+    return ", ".join(f"{count} {word}" for count, word in kinds if count)
 
 
 def _latency(short: str, stats: LatencyStats, formula: str, certainty: Certainty | None) -> list[Row]:

@@ -21,7 +21,7 @@ from experiments.series import (
     rate_per_s,
     thin,
 )
-from sim.fleet.record import FleetRecord
+from sim.fleet.record import FleetRecord, ReplicaState
 from sim.latency import STAGES, latencies, stage_times
 from sim.metrics import Summary
 from sim.record import Floats, RunRecord, Status
@@ -212,13 +212,17 @@ def load_over_time(record: RunRecord) -> Figure:
     def one(column: Any) -> Band:
         return band(over_replicas(s, column), at.from_s, at.to_s)
 
-    running, waiting, pages = one(s.num_running), one(s.num_waiting), one(s.used_pages)
-    seats = record.max_num_seqs * max(record.num_replicas, 1)
-    all_pages = max(record.num_pages * max(record.num_replicas, 1), 1)
+    running, waiting = one(s.num_running), one(s.num_waiting)
     _banded(fig, at, running, "running", theme.BLUE, 1)
     _banded(fig, at, waiting, "waiting", theme.ORANGE, 1)
-    _banded(fig, at, running, "batch occupancy", theme.SKY, 2, 100 / seats)
-    _banded(fig, at, pages, "KV occupancy", theme.GREEN, 2, 100 / all_pages)
+    # Shares of what the most replicas that served at once have.
+    most = max(record.num_replicas, 1)
+    if record.fleet is not None:
+        most = max(int(record.fleet.counts(ReplicaState.READY)[1].max(initial=0)), 1)
+    batch = s.num_running / record.limit_at_steps("max_num_seqs")
+    pages = s.used_pages / np.maximum(record.limit_at_steps("num_pages"), 1)
+    _banded(fig, at, one(batch), "batch occupancy", theme.SKY, 2, 100 / most)
+    _banded(fig, at, one(pages), "KV occupancy", theme.GREEN, 2, 100 / most)
     fig.update_yaxes(title_text="Requests", rangemode="tozero", row=1, col=1)
     fig.update_yaxes(title_text="Occupancy (%)", range=[0, 105], row=2, col=1)
     return fig.update_xaxes(title_text=at.title, row=2, col=1)
