@@ -100,6 +100,7 @@ def test_each_deployment_field_can_be_set_by_its_flag(tokentwin: Command) -> Non
         "detokenize_us_per_token": "3.5",
     }
     elsewhere = {*FLEET_FIELDS, "router_prefix_tokens", "router_load_factor"}  # test_fleet_commands.py
+    elsewhere |= {"speculative_config"}  # test_speculation_flags.py
     assert set(values) | elsewhere == set(Deployment.model_fields)
     arguments: list[str] = []
     for name, value in values.items():
