@@ -193,6 +193,26 @@ def test_without_for_a_rule_fires_at_once() -> None:
     assert (firing.fired_s, firing.cleared_s) == (120.0, 180.0)
 
 
+@given(st.lists(st.sampled_from([0.5, 2.0, math.nan]), max_size=25), st.integers(0, 5))
+def test_a_rule_fires_exactly_where_it_has_held_long_enough(values: list[float], minutes: int) -> None:
+    """By the definition: at an evaluation it fires when the comparison held there and at every one of the `minutes`
+    before, counted back as far as it held without a gap."""
+    times = np.arange(1, len(values) + 1) * 60.0
+    history = evaluate(replace(RULE, for_s=60.0 * minutes), times, np.array(values))
+    expected = {
+        times[k]
+        for k in range(len(values))
+        if k >= minutes and all(v == 2.0 for v in values[k - minutes : k + 1])
+    }
+    firing = {
+        t
+        for t in times
+        for one in history.firings
+        if one.fired_s <= t and (one.cleared_s is None or t < one.cleared_s)
+    }
+    assert firing == expected
+
+
 def test_equality_decides_between_above_and_at_least() -> None:
     values = np.array([1.0])
     assert not evaluate(parse_rule("ttft:p95:1m > 1s"), MINUTES[:1], values).fired

@@ -134,3 +134,25 @@ def test_serve_refuses_what_cannot_be_traced(tokentwin: Command, tmp_path: Path)
     ):
         answer = tokentwin(*command, *flags)
         assert (answer.code, why in answer.error) == (2, True)
+
+
+def test_answers_of_the_engine_have_the_same_spans(file: Path) -> None:
+    pytest.importorskip("torch")
+    from tests.realengine.engines import running, tiny_model
+    from tokentwin.server.engine import EngineBackend
+    from tokentwin.server.plain_codec import PlainCodec
+
+    codec = PlainCodec(61)
+    with running(tiny_model(), start=False, tokenizer=codec, async_scheduling=True) as engine:
+        backend = EngineBackend(engine, codec, model="tiny", root="tiny")  # type: ignore[arg-type]
+        with serving(backend, tracing=Tracing("tiny", file=file)) as server, server.client() as client:
+            body = {"prompt": [5, 6, 7], "max_tokens": 12, "ignore_eos": True}
+            client.post("/v1/completions", json=body).raise_for_status()
+            until(lambda: bool(file.read_text()))
+    root, *children = spans_of(file)
+    assert [span["name"] for span in children] == list(STAGES)
+    assert root["attributes"]["gen_ai.usage.completion_tokens"]["intValue"] == "12"
+    times = [int(span[end]) for span in children[:3] for end in ("startTimeUnixNano", "endTimeUnixNano")]
+    assert times == sorted(times)
+    assert int(root["startTimeUnixNano"]) <= times[0]
+    assert times[-1] <= int(root["endTimeUnixNano"])
