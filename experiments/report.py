@@ -62,8 +62,8 @@ def report_html(
         f'<p class="sub">{escape(_subtitle(record, summary))}</p>',
         _verdict(record, summary, verdict, notes),
         _cards(summary, certainty),
-        *([_certainty(certainty)] if certainty is not None else []),
         *laid_out(panels(record, summary, roofline)),
+        *([_certainty(certainty)] if certainty is not None else []),
         _latency_table(summary),
         _engine_table(record, summary),
         _fleet_table(record),
@@ -204,7 +204,7 @@ def _certainty(certainty: Certainty) -> str:
 def _between(certainty: Certainty | None, name: str) -> str:
     """A card's 95 % interval in ms, or nothing."""
     interval = None if certainty is None else certainty.interval(name)
-    return "" if interval is None else f", {interval.low * 1000:,.4g} to {interval.high * 1000:,.4g} ms"
+    return "" if interval is None else f" [{interval.low * 1000:,.4g} to {interval.high * 1000:,.4g}]"
 
 
 def _cards(s: Summary, certainty: Certainty | None = None) -> str:

@@ -96,7 +96,9 @@ def test_the_page_says_how_sure_its_headline_is() -> None:
     record, summary, sure = judged()
     page = report_html(record, summary, verdict(record, summary), certainty=sure)
     assert "How sure" in page
-    assert "P95 TTFT, " in page
+    interval = sure.interval("p95_ttft")
+    assert interval is not None
+    assert f"P95 TTFT [{interval.low * 1000:,.4g} to {interval.high * 1000:,.4g}]" in page
     assert "Not measured: attention: head_dim 64" in page
     assert "How sure" not in report_html(record, summary, verdict(record, summary))
 
