@@ -16,6 +16,25 @@ CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 YAML = re.compile(r"```yaml\n# (\S+\.yaml)\n(.*?)```", re.DOTALL)
 
 
+def again(page: str, trace: Path) -> str:
+    """The page with every command of its console blocks run again, in a folder with its YAML files and the trace.
+
+    Raises CalledProcessError where a command fails.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "AzureLLMInferenceTrace_conv.csv").symlink_to(trace.resolve())
+        for file, content in YAML.findall(page):
+            (folder / file).write_text(content, encoding="utf-8")
+
+        def ran(block: re.Match[str]) -> str:
+            commands = [line[2:] for line in block[1].splitlines() if line.startswith("$ ")]
+            parts = [f"$ {command}\n{run(command, folder)}\n" for command in commands]
+            return "```console\n" + "".join(parts) + "```"
+
+        return CONSOLE.sub(ran, page)
+
+
 def run(command: str, folder: Path) -> str:
     """What a command prints, in a folder, in 80 columns."""
     words = shlex.split(command)
@@ -34,19 +53,7 @@ def run(command: str, folder: Path) -> str:
 
 def main() -> None:
     trace = Path(sys.argv[1]) if len(sys.argv) > 1 else TRACE
-    text = PAGE.read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "AzureLLMInferenceTrace_conv.csv").symlink_to(trace.resolve())
-        for file, content in YAML.findall(text):
-            (folder / file).write_text(content, encoding="utf-8")
-
-        def again(block: re.Match[str]) -> str:
-            commands = [line[2:] for line in block[1].splitlines() if line.startswith("$ ")]
-            parts = [f"$ {command}\n{run(command, folder)}\n" for command in commands]
-            return "```console\n" + "".join(parts) + "```"
-
-        PAGE.write_text(CONSOLE.sub(again, text), encoding="utf-8")
+    PAGE.write_text(again(PAGE.read_text(encoding="utf-8"), trace), encoding="utf-8")
 
 
 if __name__ == "__main__":
