@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from browser import Browser, needs_browser
-from explored import PRICES, keeps, rows
+from explored import PRICES, keeps, rows, undominated
 
 from experiments.explore import explore_html, front_numbers
 from experiments.explore_data import load_space
@@ -76,6 +78,20 @@ class TestPage:
         )
         assert {tuple(key): load for *key, load in page.js(named)} == expected
         assert len(set(expected.values())) > 1
+
+    def test_a_front_is_right_with_ties_gaps_and_either_way_of_better(self, page: Browser) -> None:
+        rng = np.random.default_rng(0)
+        for _ in range(40):
+            less, more = ([None if v == 6 else v for v in rng.integers(0, 7, 24).tolist()] for _ in range(2))
+            page.js(
+                f"D.figure.p95_ttft_ms = {json.dumps(less)}; D.figure.output_throughput = {json.dumps(more)}; 0"
+            )
+            found = page.js("front(ALL, 'p95_ttft_ms', 'output_throughput')")
+            pairs = {
+                i: (a, -b) for i, (a, b) in enumerate(zip(less, more, strict=True)) if None not in (a, b)
+            }
+            assert {pairs[i] for i in found} == {pairs[i] for i in undominated(pairs)}
+            assert len(found) == len({pairs[i] for i in found})
 
     def test_a_limit_that_is_typed_moves_the_answer(self, page: Browser, sweep: Path) -> None:
         page.click("#limit-ttft input[type=number]")
