@@ -30,6 +30,9 @@ def test_commands_and_files_of_the_page_are_valid(
 ) -> None:
     page = maker.PAGE.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    rows = [f"2023-11-16 18:15:{second:02d}.0000000,{100 + second},20" for second in range(40)]
+    trace = "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows])
+    (tmp_path / maker.TRACE.name).write_text(trace, encoding="utf-8")
     for file, content in maker.YAML.findall(page):
         (tmp_path / file).write_text(content, encoding="utf-8")
     commands = [line[2:] for line in page.splitlines() if line.startswith("$ tokentwin ")]
