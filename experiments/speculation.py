@@ -153,7 +153,7 @@ def heatmap_figure(found: Heatmap) -> Any:
             col=col,
         )
         fig.update_xaxes(
-            title_text=f"cost of a draft token / decode step ({title})", type="category", row=1, col=col
+            title_text=f"cost of a draft token in decode steps: {title}", type="category", row=1, col=col
         )
     fig.update_yaxes(title_text="acceptance", type="category", row=1, col=1)
     return fig
@@ -267,6 +267,9 @@ def load_figure(curves: dict[str, LoadCurve]) -> Any:
             line={"color": colour},
         )
     fig.add_hline(y=1.0, line={"color": theme.LIMIT, "dash": "dash"})
-    fig.update_xaxes(title_text="requests at once", type="log")
-    fig.update_yaxes(title_text="output tokens per second, relative to no drafts")
+    seen = sorted({p.concurrency for curve in curves.values() for p in curve.points})
+    fig.update_xaxes(
+        title_text="requests at once", type="log", tickvals=seen, ticktext=[f"{n}" for n in seen]
+    )
+    fig.update_yaxes(title_text="throughput, drafts / no drafts")
     return fig

@@ -188,7 +188,8 @@ def make_runner(
     if speculative is not None:
         drafting = make_drafting_step(model, caches, limits, dtype, device, speculative, draft)
         return CudaDraftingRunner(drafting) if device.type == "cuda" else CpuRunner(drafting)
-    swap = SwapStore(caches, limits.swap_pages) if limits.swap_pages else None
+    host_pages = limits.swap_pages + limits.host_cache_pages
+    swap = SwapStore(caches, host_pages) if host_pages else None
     step = StepRunner(model, caches, swap, num_seats(limits), device)
     if recent := model.kv_recent_tokens:
         dim = model.architecture.shape.head_dim
@@ -227,7 +228,9 @@ def pages_that_fit(
     # The widest tensors of a step: gate and up side by side, their product, and logits in two types.
     widest = 3 * shape.intermediate_size // model.ranks.size + 4 * shape.hidden_size
     activations = limits.max_num_batched_tokens * widest * dtype.itemsize
-    activations += limits.max_num_seqs * shape.vocab_size * (dtype.itemsize + 8)
+    activations += (
+        limits.max_num_seqs * (1 + limits.num_speculative_tokens) * shape.vocab_size * (dtype.itemsize + 8)
+    )
     activations += kept_distributions_bytes(limits, shape.vocab_size)
     room = int(total * utilization) - (total - free) - activations
     if room < page_bytes:
