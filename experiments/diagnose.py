@@ -238,7 +238,7 @@ class _Clinic:
         return bool(trial.breaks), not trial.met, trial.after_s
 
     def _simulate(self, built: Built) -> tuple[RunRecord, Summary]:
-        record = simulate(self.workload, built)
+        record = simulate(self.workload, built, seed=self.run.seed)
         return record, summarise(record, goodput=self.run.goodput, slos=self.slos)
 
     def _figure(self, record: RunRecord) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from sim.record import RunRecord
 
 Kind = Literal["setting", "precision", "hardware"]
 ACCURACY = "other rounding: measure the accuracy of answers, which is not modelled"
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3, "acceptance": "ngram-mixed"}'
 ORACLE = "the twin knows how long answers get; in service max_tokens stands for it"
 
 
@@ -45,7 +47,7 @@ def _flag(name: str, value: Any) -> str:
         return f"without --{option}"
     if isinstance(value, bool):
         return f"--{option}" if value else f"--no-{option}"
-    return f"--{option} {value}"
+    return f"--{option} {shlex.quote(str(value))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ def _smaller_chunks(p: Patient) -> Tried:
                 "setting",
                 "",
             )
+    fields = {"policy": "adaptive", "prefill_share": 0.25}
+    yield fields, "a quarter of a step for prompts while others decode", "setting", ""
 
 
 def _chunked(p: Patient) -> Tried:
@@ -152,7 +156,7 @@ def _more_pages(p: Patient) -> Tried:
     if d.num_gpu_blocks_override is not None:
         possible = p.built.memory.num_blocks
         if possible > d.num_gpu_blocks_override:
-            words = f"the {possible:,} KV pages that memory has room for, without --num-gpu-blocks-override"
+            words = f"the {possible:,} KV pages that memory has room for"
             yield {"num_gpu_blocks_override": None}, words, "setting", ""
     elif d.gpu_memory_utilization < 0.95:
         yield (
@@ -174,8 +178,27 @@ def _small_weights(p: Patient) -> Tried:
             yield {"quantization": name}, f"weights in {name}", "precision", ACCURACY
 
 
+def _swap(p: Patient) -> Tried:
+    if p.deployment.preemption_mode == "recompute" and p.deployment.policy != "static":
+        words = "preempted sequences move to the host where that is cheaper than computing them again"
+        yield {"preemption_mode": "auto"}, words, "setting", "4 GiB of host memory"
+
+
+def _eviction(p: Patient) -> Tried:
+    if p.deployment.kv_eviction == "lru" and p.deployment.enable_prefix_caching:
+        yield {"kv_eviction": "cost"}, "evict the pages that are cheapest to compute again", "setting", ""
+
+
+def _drafts(p: Patient) -> Tried:
+    if p.deployment.speculative_config is None:
+        cost = "as many drafts accepted as in one user's traffic: measure it on yours"
+        yield {"speculative_config": DRAFTS}, "three drafts a step looked up in the prompt", "setting", cost
+
+
 def _split(p: Patient) -> Tried:
     d = p.deployment
+    if d.pools:
+        return
     tp = d.tensor_parallel_size * 2
     more = d.tensor_parallel_size * d.data_parallel_size
     yield {"tensor_parallel_size": tp}, f"tensor parallel over {tp} devices", "hardware", _gpus(more)
@@ -183,6 +206,8 @@ def _split(p: Patient) -> Tried:
 
 def _replica(p: Patient) -> Tried:
     d = p.deployment
+    if d.pools or d.autoscaler is not None:
+        return
     fields: dict[str, Any] = {"data_parallel_size": d.data_parallel_size + 1}
     if d.router == "round_robin":
         fields["router"] = "least_outstanding"
@@ -196,6 +221,11 @@ def _gpus(count: int) -> str:
 def _router(p: Patient) -> Tried:
     if p.deployment.data_parallel_size > 1 and p.deployment.router == "round_robin":
         yield {"router": "least_outstanding"}, "requests to the least busy replica", "setting", ""
+
+
+def _prefix_router(p: Patient) -> Tried:
+    if p.deployment.data_parallel_size > 1 and p.deployment.router != "prefix_hash":
+        yield {"router": "prefix_hash"}, "prompts that begin alike to the same replica", "setting", ""
 
 
 def _overlap(p: Patient) -> Tried:
@@ -228,19 +258,27 @@ CURES: dict[tuple[str, str], tuple[Cure, ...]] = {
         _small_weights,
         *HARDWARE,
     ),
-    ("queue", "kv_pages"): (_more_pages, _small_kv, _small_weights, _fewer_seats, _shortest_first, *HARDWARE),
+    ("queue", "kv_pages"): (
+        _more_pages,
+        _swap,
+        _small_kv,
+        _small_weights,
+        _fewer_seats,
+        _shortest_first,
+        *HARDWARE,
+    ),
     ("queue", "policy"): (_chunked, _more_seats, *HARDWARE),
     ("backlog", ""): (_more_seats, _more_budget, _chunked, _small_weights, *HARDWARE),
     ("prefill", ""): (_prefix_cache, _more_budget, _chunked, _small_weights, _split, _replica),
     ("prefill growth", ""): (_prefix_cache, _more_budget, _more_pages, _split),
     ("prefix cache", "off"): (_prefix_cache,),
-    ("prefix cache", "evicted"): (_more_pages, _small_kv, _replica),
-    ("floor", ""): (_small_weights, _small_kv, _split),
+    ("prefix cache", "evicted"): (_prefix_router, _eviction, _more_pages, _small_kv, _replica),
+    ("floor", ""): (_small_weights, _small_kv, _drafts, _split),
     ("bandwidth", ""): (_small_weights, _small_kv, _fewer_seats, *HARDWARE),
     ("stalls", ""): (_chunked, _smaller_chunks, _prefix_cache, _small_weights, *HARDWARE),
-    ("tail", "eviction"): (_more_pages, _small_kv, _fewer_seats, *HARDWARE),
+    ("tail", "eviction"): (_swap, _more_pages, _small_kv, _fewer_seats, *HARDWARE),
     ("tail", ""): (_chunked, _smaller_chunks, *HARDWARE),
-    ("preemption", ""): (_more_pages, _small_kv, _small_weights, _fewer_seats, *HARDWARE),
+    ("preemption", ""): (_swap, _more_pages, _small_kv, _small_weights, _fewer_seats, *HARDWARE),
     ("host", ""): (_overlap, _graphs, _replica),
     ("imbalance", ""): (_router, _replica),
 }

@@ -22,6 +22,8 @@ from sim.workload.arrival_spec import ArrivalSpec
 from sim.workload.spec import GoodputSpec, PrefixRepetitionSpec, RandomSpec, RangeRatio, TenantSpec
 
 BUILT_IN = ("chunked", "continuous", "static")
+OPTIONS = ("static_batch_size", "static_max_wait", "size_classes", "max_running_tokens", "prefill_share")
+"""Fields of a deployment that are options of one policy."""
 LOAD = 0.75
 """Share of what the chunked policy serves when everything is there at once."""
 NUM_PROMPTS = 300
@@ -146,7 +148,7 @@ def compare_policies(
             f"--replications must be at least 2 for intervals of a difference, got {replications}"
         )
     candidate = label(settings)
-    plain = {"static_batch_size": None, "static_max_wait": None, "scheduling_policy": "fcfs"}
+    plain = {**dict.fromkeys(OPTIONS), "scheduling_policy": "fcfs"}
     variants: dict[str, dict[str, Any]] = {candidate: dict(settings)}
     variants |= {name: {**plain, "policy": name} for name in BUILT_IN if name != candidate}
     if base.async_scheduling is None:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from costmodel.pricer import StepPricer
+from serving.policies import CHUNKING
 from sim.deployment import Built, Deployment, build
 from sim.workload import Workload, WorkloadSpec, load_workload
 from sim.workload.spec import CustomSpec, GoodputSpec, TenantSpec
@@ -55,7 +56,7 @@ class Case:
         """The deployment worked out. Raises `UsageError` where the policy cannot have these settings."""
         built = build(Deployment(model=MODEL, gpu=GPU, **self.settings))
         limits = built.limits
-        longest = limits.max_model_len if built.deployment.policy != "chunked" else 0
+        longest = limits.max_model_len if built.deployment.policy not in CHUNKING else 0
         key = (limits.max_num_seqs, max(limits.max_num_batched_tokens, longest))
         return replace(built, pricer=_PRICERS.setdefault(key, built.pricer))
 

@@ -16,6 +16,7 @@ from experiments.policy_test import CASES, Conformance, check_policy
 from experiments.policy_test_bench import (
     BUILT_IN,
     NUM_PROMPTS,
+    OPTIONS,
     REPLICATIONS,
     WORKLOADS,
     StepCost,
@@ -26,6 +27,7 @@ from experiments.policy_test_bench import (
 from experiments.policy_test_report import comparison_lines, conformance_lines, cost_lines, policy_test_json
 from experiments.results import writable
 from serving.errors import UsageError, nearest
+from serving.policies import policy_names
 from sim.deployment import Deployment
 from tokentwin.config_file import configurable
 from tokentwin.flag_tables import DEPLOYMENT, JSON, RUN
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 FAILED = 1
 MODEL = "llama-3.1-8b"
-CANDIDATE = ("scheduling_policy", "static_batch_size", "static_max_wait")
+CANDIDATE = ("scheduling_policy", *OPTIONS)
 """Deployment fields that belong to the policy under test and not to those it is compared with."""
 
 
@@ -71,7 +73,7 @@ def policy_test(
     policy: Annotated[
         str,
         Parameter(
-            help=f"{', '.join(BUILT_IN)}, or my_module:MyPolicy, looked up in the current folder first."
+            help=f"{', '.join(policy_names())}, or my_module:MyPolicy, looked up in the current folder first."
         ),
     ] = "chunked",
     /,
