@@ -49,7 +49,7 @@ def minute_columns(
         function = gauge(record, name)
         for statistic in ("mean", "max"):
             out[f"{name}_{statistic}"] = held(function, statistic, ends_s, window_s)
-    if work is not None and len(record.steps):
+    if work is not None and len(record.steps) and record.fleet is None:
         out["flops_per_s"], out["bytes_per_s"] = rates_by_window(record, work, edges_s)
         out["mfu"] = out["flops_per_s"] / work.peak_flops_per_s
         out["mbu"] = out["bytes_per_s"] / work.peak_bytes_per_s

@@ -147,10 +147,12 @@ def save_run(
     date: datetime | str | None = None,
     metrics: Sequence[str] = METRICS,
     certainty: Certainty | None = None,
+    step_columns: Mapping[str, np.ndarray[Any, Any]] | None = None,
 ) -> list[Path]:
     """Write a run into a folder, made if missing, and return the files in the order they were written.
 
-    `steps` adds the step table and the times of tokens, from which `experiments.saved` makes the same report again.
+    `steps` adds the step table (with `step_columns`) and the times of tokens, from which `experiments.saved` makes the
+    same report again.
     `append` adds the result JSON on a line of its own to `filename` instead of replacing it. Raises
     UsageError when the folder cannot be written.
     """
@@ -173,7 +175,7 @@ def save_run(
         _write_parquet(request_columns(record), paths[2])
         if steps:
             paths += [folder / STEPS, folder / TOKENS]
-            _write_parquet(record.steps.columns(), paths[-2])
+            _write_parquet({**record.steps.columns(), **(step_columns or {})}, paths[-2])
             _write_parquet(token_columns(record), paths[-1])
         if certainty is not None:
             paths.append(folder / CERTAINTY)

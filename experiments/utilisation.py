@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from costmodel.model import ModelShape
 from costmodel.work import step_work
@@ -134,6 +135,14 @@ def step_shares(record: RunRecord, work: Work) -> tuple[Floats, Floats]:
     with np.errstate(divide="ignore", invalid="ignore"):
         per_s = np.where(length_s > 0, 1.0 / length_s, np.nan)
     return work.flops * per_s / work.peak_flops_per_s, work.bytes * per_s / work.peak_bytes_per_s
+
+
+def step_share_columns(record: RunRecord, work: Work | None) -> dict[str, npt.NDArray[np.float32]]:
+    """`mfu` and `mbu` of every step for a file; nothing where peaks are not known, or devices may differ."""
+    if work is None or not math.isfinite(work.peak_flops_per_s) or record.fleet is not None:
+        return {}
+    mfu, mbu = step_shares(record, work)
+    return {"mfu": mfu.astype(np.float32), "mbu": mbu.astype(np.float32)}
 
 
 def rates_by_window(record: RunRecord, work: Work, edges_s: Floats) -> tuple[Floats, Floats]:

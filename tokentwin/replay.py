@@ -371,12 +371,13 @@ class RealRun:
         from experiments.perfetto import write_trace
         from experiments.report import write_report
         from experiments.results import save_run
-        from experiments.utilisation import engine_work
+        from experiments.utilisation import engine_work, step_share_columns
 
-        base = Path(folder)
+        base, work = Path(folder), engine_work(self.record)
         how |= {"verdict": self.verdict, "certainty": self.certainty, "steps": True}
+        how["step_columns"] = step_share_columns(self.record, work)
         paths = save_run(self.record, self.summary, base, **how)
-        paths.append(write_minutes(self.record, engine_work(self.record), base))
+        paths.append(write_minutes(self.record, work, base))
         report = write_report(
             self.record, self.summary, self.verdict, base / REPORT, certainty=self.certainty
         )

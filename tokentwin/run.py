@@ -155,8 +155,9 @@ class Run:
         from experiments.minutes import write_minutes
         from experiments.perfetto import write_trace
         from experiments.results import save_run
+        from experiments.utilisation import step_share_columns
 
-        base = Path(folder)
+        base, work = Path(folder), self.roofline()
         paths = save_run(
             self.record,
             self.summary,
@@ -169,8 +170,9 @@ class Run:
             date=date,
             metrics=metrics,
             certainty=self.certainty,
+            step_columns=step_share_columns(self.record, work),
         )
-        paths.append(write_minutes(self.record, self.roofline(), base))
+        paths.append(write_minutes(self.record, work, base))
         return [*paths, write_trace(self.record, base / TRACE), self.report(base / REPORT)]
 
     def __repr__(self) -> str:

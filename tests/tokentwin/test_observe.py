@@ -69,6 +69,10 @@ def test_share_of_peak_is_in_table_file_and_minutes(tokentwin: Command, tmp_path
     result = json.loads((tmp_path / "result.json").read_text())
     assert 0 < result["sim_mfu_wall"] < result["sim_mfu"] < 1
     assert 0 < result["sim_mbu_wall"] < result["sim_mbu"] < 1
+    steps = pq.read_table(tmp_path / "steps.parquet").to_pydict()
+    length_s = np.array(steps["end_s"]) - np.array(steps["start_s"])
+    mean = np.dot(steps["mfu"], length_s) / length_s.sum()
+    assert mean == pytest.approx(result["sim_mfu"], rel=1e-5)
     minutes = pq.read_table(tmp_path / "minutes.parquet")
     assert sum(minutes.column("arrived").to_pylist()) == 12
     assert 0 < minutes.column("mfu").to_pylist()[0] < 1
