@@ -82,6 +82,9 @@ def test_fields_of_an_object_are_knobs_of_their_own(tmp_path: Path) -> None:
     assert main([*command[1:-1], str(tmp_path / "again"), "--replications", "1"]) == 0
     again = json.loads((tmp_path / "again" / "result.json").read_text())
     assert again["p95_tpot_ms"] == found.points[1].figures["p95_tpot_ms"]
+    assert main(["explore", str(tmp_path / "drafts"), "--price", "h200=4", "--reports", "front"]) == 0
+    made = [p.number for p in found.points if p.report is not None and p.report.is_file()]
+    assert made == sorted(front_numbers(found, PRICES))
 
 
 def test_the_same_results_make_the_same_page_and_it_loads_nothing(sweep: Path, space: Space) -> None:
