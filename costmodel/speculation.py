@@ -15,6 +15,7 @@ from typing import Protocol
 from costmodel.formats import gemm_format
 from costmodel.memory import MemoryPlan, weight_bytes
 from costmodel.model import ModelShape
+from costmodel.pricer import MAX_GRAPH_TOKENS
 
 QUERY_TILE = 64
 """Rows of a tile of queries in FlashAttention's packed-GQA decode kernels (FlashAttention 2 and 3, FlashInfer)."""
@@ -115,6 +116,14 @@ class DraftPrices:
 
     def _decode_s(self, rows: int, context_sum: int, context_max: int) -> float:
         return self.pricer.step_s(rows, rows, (), rows, context_sum, context_max)
+
+
+def seqs_captured(max_num_seqs: int, num_drafts: int) -> int:
+    """Sequences by which a pricer sizes its CUDA graphs where each has 1 + `num_drafts` tokens.
+
+    vLLM captures up to twice the tokens of a full decode batch, at most 512, and counts drafts as tokens.
+    """
+    return max(max_num_seqs, min(max_num_seqs * (1 + num_drafts), MAX_GRAPH_TOKENS // 2))
 
 
 def lookup_s(num_seqs: int, context_sum: int) -> float:

@@ -17,6 +17,7 @@ from costmodel.speculation import (
     Prices,
     lookup_s,
     memory_with_draft,
+    seqs_captured,
     verification_s,
 )
 from costmodel.uncertainty import PerturbedPricer
@@ -215,7 +216,7 @@ def plan_speculation(
             quantization=weights,
             kv_cache_dtype=kv_cache_dtype,
             max_num_batched_tokens=max_num_batched_tokens + max_num_seqs,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=seqs_captured(max_num_seqs, config.num_speculative_tokens),
             cuda_graphs=cuda_graphs,
         )
         prices = DraftPrices(pricer, own_cache=config.method == "draft_model")

@@ -28,6 +28,7 @@ from sim.workload.types import Workload
 from sim.world import run_world
 from tests.sim.worlds import LinearPricer, make_workload
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "acceptance": 0.5}
 ROOMY = SchedulerConfig(num_pages=4096, page_tokens=16, max_num_seqs=32, max_model_len=4096)
 
 
@@ -48,6 +49,10 @@ def run(
     if speculation is not None:
         config = speculation.config.limits(config)
     return run_world(workload, config, LinearPricer(), speculation=speculation, **how)
+
+
+def deployment(config: Any, **more: Any) -> Deployment:
+    return Deployment(model="llama-3.1-8b", gpu="h200", speculative_config=config, **more)
 
 
 def one(output: int = 100, count: int = 1) -> Workload:
@@ -232,6 +237,14 @@ def test_the_draft_model_takes_memory_for_weights_and_for_every_page() -> None:
     )
 
 
+@pytest.mark.parametrize(("seqs", "most"), [(16, 128), (100, 512), (1024, 512)])
+def test_graphs_are_captured_for_tokens_and_not_for_sequences(seqs: int, most: int) -> None:
+    """vLLM captures up to min(2 x sequences x (1 + k), 512) tokens."""
+    built = build(deployment(NGRAM, max_num_seqs=seqs))
+    assert built.pricer._graphs[-1] == most
+    assert built.limits.max_num_seqs == seqs
+
+
 EAGLE = {2: (2.10, 4.37), 3: (2.29, 4.29), 4: (2.39, 4.48), 5: (2.43, 4.71), 6: (2.45, 4.94), 7: (2.47, 5.20)}
 EAGLE3 = {
     2: (2.36, 4.32),
@@ -273,13 +286,6 @@ def test_the_closed_form_at_its_ends() -> None:
 
 
 # ---- the deployment ------------------------------------------------------------------------------------------------
-
-
-def deployment(config: Any, **more: Any) -> Deployment:
-    return Deployment(model="llama-3.1-8b", gpu="h200", speculative_config=config, **more)
-
-
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "acceptance": 0.5}
 
 
 def test_scheduling_is_asynchronous_where_vllm_makes_it_so() -> None:
