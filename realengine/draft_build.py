@@ -88,5 +88,6 @@ def make_drafting_step(
             own_cache=config.method == "draft_model",
             probabilistic=config.draft_sample_method == "probabilistic",
         )
-    swap = SwapStore(paged, limits.swap_pages) if limits.swap_pages else None
+    host_pages = limits.swap_pages + limits.host_cache_pages
+    swap = SwapStore(paged, host_pages) if host_pages else None
     return DraftingStep(model, caches, swap, num_slots, device, drafter)

@@ -49,6 +49,8 @@ class SchedulerConfig:
     """Eviction `session`: how much longer than others a conversation's pages stay after its first answer."""
     session_decay: float = 0.9
     """Eviction `session`: the stay shrinks by this factor from turn to turn."""
+    host_cache_pages: int = 0
+    """Host pages for cached prefixes that the device forgets (`serving.host_tier`); 0: they are lost."""
     swap_pages: int = 0
     """Host pages for preempted sequences; 0, or while they are full: what is preempted is computed again."""
     swap_costs: tuple[float, float, float] | None = None
@@ -78,6 +80,10 @@ class SchedulerConfig:
             raise UsageError(f"session_keep_s is {self.session_keep_s}; use 0 or more seconds")
         if not 0 < self.session_decay <= 1:
             raise UsageError(f"session_decay is {self.session_decay}; use more than 0 and at most 1")
+        if self.host_cache_pages < 0 or (self.host_cache_pages and not self.enable_prefix_caching):
+            raise UsageError(
+                f"host_cache_pages is {self.host_cache_pages}; use 0 (off) or more, and prefix caching with it"
+            )
         if self.swap_pages < 0:
             raise UsageError(f"swap_pages is {self.swap_pages}; use 0 (off) or more")
         if self.swap_costs is not None and (not self.swap_pages or min(self.swap_costs) < 0):

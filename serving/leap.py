@@ -57,6 +57,10 @@ def steady_steps(scheduler: Scheduler, current: StepPlan | None = None) -> int:
         lacking = count - slack
         return int(((lacking[lacking > 0] + size - 1) // size).sum())
 
+    if scheduler.tier is not None:
+        steps = min(steps, int(slack.min()))  # a page taken may move another to the host, which takes time
+        if steps < 1:
+            return 0
     if pages(steps) > free:
         low, high = 0, steps
         while high - low > 1:

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from serving.request import PageKeys, Request
+
+if TYPE_CHECKING:
+    from serving.host_tier import HostTier
 
 Pages = npt.NDArray[np.int32]
 
@@ -51,6 +55,8 @@ class PagePool:
         """How many pages with a key were handed out again and thereby forgotten."""
         self.now_s = 0.0
         """Time of the step that is being planned, for pools that ask."""
+        self.tier: HostTier | None = None
+        """Is told of every page with a key that is about to be forgotten."""
         # Private identity: which preempted sequence may find the page again.
         self._claim: npt.NDArray[np.int64] = np.full(num_pages + 1, -1, np.int64)
         self._num_claims = 0
@@ -182,6 +188,8 @@ class PagePool:
         self._has_key[pages] = False
         for page in pages.tolist():
             key = key_of[page]
+            if self.tier is not None and key is not None:
+                self.tier.keep(key, page)
             key_of[page] = None
             held = index[key]
             if isinstance(held, dict):

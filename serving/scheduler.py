@@ -16,6 +16,7 @@ import numpy as np
 from serving.config import SchedulerConfig
 from serving.drafting import DraftLengths
 from serving.eviction import make_pool
+from serving.host_tier import HostTier
 from serving.plan import ONE_EACH, Slots, StepOutcome, StepPlan
 from serving.queues import Fair, Queue, make_queue
 from serving.request import Request, State, TokenKeys
@@ -45,6 +46,8 @@ class Scheduler:
         self.seqs = Sequences(config, self.pool)
         self.draft_lengths = DraftLengths(config, len(self.seqs.requests))
         self.swap = SwapSpace(config.swap_pages)
+        self.tier = HostTier(config.host_cache_pages, config.swap_pages) if config.host_cache_pages else None
+        self.pool.tier = self.tier
         self.waiting: Queue = queue if queue is not None else make_queue(config.queue_order)
         self.fair: Fair | None = self.waiting if isinstance(self.waiting, Fair) else None
         self.watermark_pages = int(config.watermark * (config.num_pages + 1))
@@ -368,6 +371,8 @@ class Scheduler:
     def check(self) -> None:
         """Invariants of pages and sequences; raises AssertionError when one is broken."""
         self.pool.check()
+        if self.tier is not None:
+            self.tier.check()
         refs = np.zeros_like(self.pool.refs)
         for slot in self.seqs.order:
             pages = self.seqs.pages_of(slot)

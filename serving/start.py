@@ -22,6 +22,8 @@ class Start:
     """Partly filled page of a sibling, to be copied before it is written to; 0: none."""
     swapped: bool = False
     """The tokens are on the host."""
+    host: tuple[int, ...] = ()
+    """Host pages of the cached prefix that follow `shared`."""
 
 
 def find_start(scheduler: Scheduler, request: Request, *, may_wait: bool) -> Start | None:
@@ -35,6 +37,11 @@ def find_start(scheduler: Scheduler, request: Request, *, may_wait: bool) -> Sta
         if may_wait:
             return None
     shared = scheduler.seqs.find_prefix(request, scheduler.serial(request))
+    tier = scheduler.tier
+    if tier is not None and not request.external_tokens:
+        host = tier.find(request.keys, len(shared), (request.num_tokens - 1) // size)
+        if host:
+            return Start(shared, (len(shared) + len(host)) * size, host=tuple(host))
     return Start(shared, max(len(shared) * size, request.external_tokens))
 
 

@@ -350,8 +350,12 @@ class Step:
         slot = seqs.enter(request, hit, scheduler.finish_at(request))
         if scheduler.draft_lengths.measures:
             scheduler.draft_lengths.enter(slot)
+        if start.host and scheduler.tier is not None:
+            scheduler.tier.pin(start.host, request.keys, len(hit))
         if lacking:
             seqs.append_pages(slot, pool.take(lacking))
+        if start.host and scheduler.tier is not None:
+            scheduler.tier.load(start.host, seqs.tables[slot, len(hit) : len(hit) + len(start.host)])
         seqs.computed[slot] = cached
         if start.copied_page:
             self._copies.append((start.copied_page, int(seqs.tables[slot, len(hit)])))
@@ -443,6 +447,10 @@ class Step:
         )
         if self.config.swap_pages:
             plan.swap_out, plan.swap_in = self.scheduler.swap.take_moves()
+        if self.scheduler.tier is not None:
+            out, into = self.scheduler.tier.take_moves()
+            plan.swap_out += out
+            plan.swap_in += into
         seqs.ends_in -= 1
         if seqs.num_prefilling:
             decodes = self._split_chunks(plan, end)

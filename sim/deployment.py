@@ -19,6 +19,8 @@ from costmodel.memory import GIB, MemoryPlan, default_limits, plan_memory
 from costmodel.model import ModelShape, load_model
 from costmodel.pricer import StepPricer
 from costmodel.profile import DeviceProfile, load_profile
+from costmodel.speculation import seqs_captured
+from costmodel.stated_format import stated_format
 from costmodel.swap import host_link_bytes_per_s, recompute_coefficients
 from serving.config import SchedulerConfig
 from serving.errors import InfeasibleError, UsageError
@@ -118,6 +120,8 @@ class Deployment(BaseModel):
     """Eviction session: seconds that a conversation's pages are held back after its first answer (60 by default)."""
     session_decay: float | None = Field(default=None, gt=0, le=1)
     """Eviction session: factor by which that time shrinks with every turn (0.9 by default)."""
+    kv_offloading_size: float | None = Field(default=None, gt=0)
+    """Host memory in GiB, per replica, for cached prefixes that the device forgets; found there, they are copied back."""
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
     """What becomes of a sequence that has to make room: computed again, moved to host memory and back, or whichever the
     cost model says is cheaper."""
@@ -209,6 +213,10 @@ def build(deployment: Deployment) -> Built:
             )
         tokens = longest
     warnings = []
+    if d.quantization is None:
+        stated, unknown = stated_format(d.model)
+        d = d.model_copy(update={"quantization": stated}) if stated is not None else d
+        warnings += [unknown] if unknown is not None else []
     if (seats := fitting_seqs(d, seqs, tokens)) < seqs:
         warnings.append(
             f"max_num_seqs lowered from {seqs} to {seats}: a step computes at most {seats} tokens, one for each sequence"
@@ -288,13 +296,20 @@ def build(deployment: Deployment) -> Built:
         kv_cache_dtype=d.kv_cache_dtype,
         kv_recent_tokens=d.kv_cache_recent_tokens,
         max_num_batched_tokens=max(tokens, longest) if d.policy not in CHUNKING else tokens,
-        max_num_seqs=seqs,
+        max_num_seqs=seqs if drafting is None else seqs_captured(seqs, drafting.num_speculative_tokens),
         cuda_graphs=not d.enforce_eager,
     )
     if d.preemption_mode != "recompute":
         limits = replace(limits, **_swapping(d, memory, pricer, tokens))
     elif d.swap_space is not None:
         raise UsageError("--swap-space has an effect only with --preemption-mode swap or auto")
+    if d.kv_offloading_size is not None:
+        if not d.enable_prefix_caching:
+            raise UsageError(
+                "--kv-offloading-size has no effect with --no-enable-prefix-caching; drop one of them"
+            )
+        pages = _host_pages("--kv-offloading-size", d.kv_offloading_size, d, memory, pricer)
+        limits = replace(limits, host_cache_pages=pages)
     return Built(d, model, profile, memory, limits, pricer, tuple(warnings), speculation=speculation)
 
 
@@ -341,17 +356,21 @@ def _swapping(d: Deployment, memory: MemoryPlan, pricer: StepPricer, tokens: int
     """The scheduler's limits for preemption by swapping; `pricer` learns what a page costs."""
     if d.policy == "static":
         raise UsageError("--preemption-mode has no effect with --policy static, which never preempts")
-    page_bytes = d.block_size * memory.kv_bytes_per_token
-    pricer.page_move_s = page_bytes / host_link_bytes_per_s(pricer.profile.facts)
-    pages = int((4.0 if d.swap_space is None else d.swap_space) * GIB / (page_bytes * d.tensor_parallel_size))
-    if not pages:
-        raise UsageError(
-            f"--swap-space {d.swap_space:g} GiB holds no KV page of {page_bytes / 2**20:.1f} MiB; raise it"
-        )
+    pages = _host_pages("--swap-space", 4.0 if d.swap_space is None else d.swap_space, d, memory, pricer)
     if d.preemption_mode == "swap":
         return {"swap_pages": pages}
     moved_s = 2 * pricer.page_move_s / d.block_size
     return {"swap_pages": pages, "swap_costs": (moved_s, *recompute_coefficients(pricer, min(1024, tokens)))}
+
+
+def _host_pages(option: str, gib: float, d: Deployment, memory: MemoryPlan, pricer: StepPricer) -> int:
+    """KV pages in `gib` GiB of host memory; `pricer` learns what it costs to move one."""
+    page_bytes = d.block_size * memory.kv_bytes_per_token
+    pricer.page_move_s = page_bytes / host_link_bytes_per_s(pricer.profile.facts)
+    pages = int(gib * GIB / (page_bytes * d.tensor_parallel_size))
+    if not pages:
+        raise UsageError(f"{option} {gib:g} GiB holds no KV page of {page_bytes / 2**20:.1f} MiB; raise it")
+    return pages
 
 
 def fitting_seqs(d: Deployment, default: int, tokens: int) -> int:

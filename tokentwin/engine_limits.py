@@ -32,6 +32,12 @@ def memory_limits(d: Deployment, shape: ModelShape) -> dict[str, Any]:
     Raises `UsageError` for options without effect, and for a choice that only the cost model can make.
     """
     limits = eviction_limits(d, shape)
+    if d.kv_offloading_size is not None:
+        if not d.enable_prefix_caching:
+            raise UsageError(
+                "--kv-offloading-size has no effect with --no-enable-prefix-caching; drop one of them"
+            )
+        limits["host_cache_pages"] = _host_pages("--kv-offloading-size", d.kv_offloading_size, d, shape)
     if d.preemption_mode == "recompute":
         if d.swap_space is not None:
             raise UsageError("--swap-space has an effect only with --preemption-mode swap")
@@ -43,13 +49,16 @@ def memory_limits(d: Deployment, shape: ModelShape) -> dict[str, Any]:
         )
     if d.policy == "static":
         raise UsageError("--preemption-mode has no effect with --policy static, which never preempts")
+    space_gib = 4.0 if d.swap_space is None else d.swap_space
+    return {**limits, "swap_pages": _host_pages("--swap-space", space_gib, d, shape)}
+
+
+def _host_pages(option: str, gib: float, d: Deployment, shape: ModelShape) -> int:
+    """KV pages of the engine in `gib` GiB of host memory."""
     wide = d.dtype == "float32" and d.kv_cache_dtype == "auto"
     element_bytes = 4.0 if wide else kv_format(d.kv_cache_dtype).element_bytes(shape.head_dim)
     page_bytes = d.block_size * shape.kv_bytes_per_token(1, element_bytes)
-    space_gib = 4.0 if d.swap_space is None else d.swap_space
-    pages = int(space_gib * GIB / page_bytes)
+    pages = int(gib * GIB / page_bytes)
     if not pages:
-        raise UsageError(
-            f"--swap-space {space_gib:g} GiB holds no KV page of {page_bytes / 2**20:.1f} MiB; raise it"
-        )
-    return {**limits, "swap_pages": pages}
+        raise UsageError(f"{option} {gib:g} GiB holds no KV page of {page_bytes / 2**20:.1f} MiB; raise it")
+    return pages

@@ -114,6 +114,8 @@ TINY_CACHE = {"num_pages": 12, "page_tokens": 8, "max_num_seqs": 6, "max_num_bat
         pytest.param(Chunked, {"kv_eviction": "session", "session_keep_s": 0.05}, id="conversations held"),
         pytest.param(Chunked, {"kv_eviction": "cost", "attention_tokens": 32.0}, id="dear pages held"),
         pytest.param(Chunked, {"swap_pages": 12, "swap_costs": (1e-3, 0.0, 5e-5)}, id="swapped if cheaper"),
+        pytest.param(Chunked, {"host_cache_pages": 20}, id="forgotten pages kept on the host"),
+        pytest.param(Chunked, {"host_cache_pages": 6, "swap_pages": 8}, id="both homes on the host"),
         pytest.param(lambda: Adaptive(((40, 2), (60, 1)), 150, 0.5), {}, id="adaptive"),
         pytest.param(Continuous, {"max_num_batched_tokens": 96}, id="continuous"),
         # The wait is a sum of powers of two, so that replayed times are exact.

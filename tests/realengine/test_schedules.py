@@ -79,6 +79,10 @@ SCARCE = {"num_pages": 12, "max_num_seqs": 6, "max_num_batched_tokens": 24}
         pytest.param(None, SCARCE, id="preempted and recomputed"),
         pytest.param(None, SCARCE | {"swap_pages": 40}, id="preempted and swapped"),
         pytest.param(None, SCARCE | {"swap_pages": 4}, id="swap space too small"),
+        pytest.param(None, SCARCE | {"host_cache_pages": 30}, id="forgotten prefixes kept on the host"),
+        pytest.param(
+            None, SCARCE | {"host_cache_pages": 5, "swap_pages": 6, "kv_eviction": "lfu"}, id="all at once"
+        ),
         pytest.param(None, SCARCE | {"queue_order": "priority"}, id="by priority"),
         pytest.param(None, SCARCE | {"queue_order": "priority", "swap_pages": 20}, id="by priority, swapped"),
         pytest.param(None, SCARCE | {"enable_prefix_caching": False}, id="without prefix cache"),

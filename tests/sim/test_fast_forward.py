@@ -63,6 +63,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         enable_prefix_caching=caching,
         kv_eviction=draw(st.sampled_from(["lru", "lfu", "cost", "session"])) if caching else "lru",
         attention_tokens=64.0,
+        host_cache_pages=draw(st.sampled_from([0, 0, 6])) if caching else 0,
+        swap_pages=draw(st.sampled_from([0, 0, 12])),
         queue_order=draw(st.sampled_from(["fcfs", "priority", "sjf", "edf", "fair"])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 16])),
         reserve_full_isl=draw(st.booleans()),

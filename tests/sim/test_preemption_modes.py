@@ -110,3 +110,19 @@ def test_swap_costs_need_swap_pages() -> None:
     limits = build(Deployment(**SCARCE)).limits
     with pytest.raises(UsageError, match="swap_costs"):
         replace(limits, swap_costs=(1.0, 1.0, 0.0))
+
+
+def test_prefixes_kept_on_the_host_are_copied_instead_of_computed() -> None:
+    """Eight prefixes that the device cannot hold together, asked for in turn: on the host they are found."""
+    prefixes = [[(1600, 10 + i % 8)] for i in range(48)]
+    workload = make_workload([0.4 * i for i in range(48)], [1700] * 48, [20] * 48, segments=prefixes)
+    options = {"model": "llama-3.1-8b", "gpu": "h100", "num_gpu_blocks_override": 500, "max_model_len": 4096}
+    plain = simulate(workload, Deployment(**options))
+    tiered = simulate(workload, Deployment(**options, kv_offloading_size=8.0))
+    assert plain.requests.cached_tokens.sum() < 0.1 * 48 * 1600
+    assert tiered.requests.cached_tokens[8:].min() == 1600
+    ttft = [np.median(r.requests.first_token_s - r.requests.sent_s) for r in (plain, tiered)]
+    assert ttft[1] < 0.7 * ttft[0]
+    # What is copied takes its time: 100 pages of 2 MiB over the link.
+    slowest = tiered.steps.gpu_s[tiered.steps.num_prefills > 0].max()
+    assert slowest > 100 * 2 * 2**20 / (0.8 * 64e9)

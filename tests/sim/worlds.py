@@ -37,6 +37,9 @@ class LinearPricer:
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         return self._host_s
 
+    def move_s(self, num_pages: int) -> float:
+        return num_pages * 0.0005
+
 
 def make_workload(
     sent_s: Sequence[float],
