@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from tokentwin.api_planning import plan as plan
     from tokentwin.api_planning import sweep as sweep
     from tokentwin.results_api import CapacityResult as CapacityResult
-    from tokentwin.results_api import PlanResult as PlanResult
-    from tokentwin.results_api import SweepResult as SweepResult
+    from tokentwin.results_api_plan import PlanResult as PlanResult
+    from tokentwin.results_api_sweep import SweepResult as SweepResult
     from tokentwin.run import Run as Run
 
 __version__ = "0.1.0"
@@ -46,11 +46,11 @@ _WHERE = {
     "Goodput": "sim.slo",
     "InfeasibleError": "serving.errors",
     "MemoryPlan": "costmodel.memory",
-    "PlanResult": "tokentwin.results_api",
+    "PlanResult": "tokentwin.results_api_plan",
     "Run": "tokentwin.run",
     "RunRecord": "sim.record",
     "Slo": "sim.slo",
-    "SweepResult": "tokentwin.results_api",
+    "SweepResult": "tokentwin.results_api_sweep",
     "TenantSpec": "sim.workload",
     "TokenTwinError": "serving.errors",
     "UsageError": "serving.errors",

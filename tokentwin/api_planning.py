@@ -22,7 +22,9 @@ from tokentwin.commands import capacity as capacity_command
 from tokentwin.commands import plan as plan_command
 from tokentwin.commands import sweep as sweep_command
 from tokentwin.flags import Flag, find
-from tokentwin.results_api import CapacityResult, PlanResult, SweepResult
+from tokentwin.results_api import CapacityResult
+from tokentwin.results_api_plan import PlanResult
+from tokentwin.results_api_sweep import SweepResult
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -12,8 +12,11 @@ from tokentwin.plots import Plots
 if TYPE_CHECKING:
     from plotly.graph_objs._figure import Figure
 
+    from experiments.plan import Fleet
     from sim.deployment import Deployment
-    from tokentwin.results_api import CapacityResult, PlanResult, SweepResult
+    from tokentwin.results_api import CapacityResult
+    from tokentwin.results_api_plan import PlanResult
+    from tokentwin.results_api_sweep import SweepResult
 
 LOADS = ("request_rate", "max_concurrency", "rate_scale")
 """Parameters that are a load, in the order in which they are looked for."""
@@ -199,7 +202,6 @@ class PlanPlots(Plots):
     def pareto(self, metric: str = "tpot") -> Figure:
         """P95 of a latency (ttft, tpot or e2el) of each fleet against its cost a month, with intervals and the limit."""
         from tokentwin.plots import known_latency
-        from tokentwin.results_api import p95_ms
 
         name = known_latency(metric)
         fig = theme.figure(height=420)
@@ -254,6 +256,11 @@ class PlanPlots(Plots):
     def ecdf(self, metric: str = "ttft") -> Figure:
         """Share of requests within a latency (ttft, tpot or e2el) in the winner's run."""
         return self._result.run().plot.ecdf(metric)
+
+
+def p95_ms(fleet: Fleet, metric: str) -> float:
+    """P95 of a latency of a fleet's run."""
+    return float(getattr(fleet.summary, metric).at(95.0)) * 1000
 
 
 def _short(deployment: Deployment) -> str:
