@@ -50,8 +50,9 @@ class Admission(_Spec):
     max_waiting: int | None = Field(default=None, ge=1)
     """Queue limit: most requests that wait, in engines and router together."""
     deadline_ms: float | None = Field(default=None, gt=0)
-    """Refuse when the predicted TTFT is beyond this, or beyond the tenant's own goodput limit for TTFT if that is less:
-    requests waiting ÷ first tokens per second over the last `deadline_window_s`."""
+    """Refuse when the predicted TTFT is beyond this, or beyond the tenant's own goodput limit for TTFT if that is less.
+    Little's law predicts it: requests without a first token ÷ first tokens per second over `deadline_window_s`. An
+    overload settles at the deadline, so that it should lie below the promise."""
     deadline_window_s: float = Field(default=10.0, gt=0)
     shed: Shedding | None = None
 
@@ -74,6 +75,10 @@ class System(Protocol):
     @property
     def num_waiting(self) -> int:
         """Requests let in that no engine runs yet."""
+
+    @property
+    def num_without_token(self) -> int:
+        """Requests let in that have no first token yet."""
 
     def ttfts(self, from_s: float) -> tuple[list[float], list[float]]:
         """TTFTs of first tokens since `from_s`, and waits so far of those without one."""
@@ -132,8 +137,8 @@ class Door:
         return ""
 
     def _wait_s(self, now_s: float) -> float:
-        """Predicted wait in the queue: its length over the rate of first tokens, looked up at most ten times a window."""
-        waiting = self._system.num_waiting
+        """Predicted time to the first token; the rate is looked up at most ten times a window."""
+        waiting = self._system.num_without_token
         if not waiting:
             return 0.0
         window_s = self._spec.deadline_window_s

@@ -473,6 +473,12 @@ class Fleet:
         decode = self.decode.unsent() if self.decode is not None else 0
         return queued + self.entry.unsent() + decode + len(self._pending)
 
+    @property
+    def num_without_token(self) -> int:
+        """Requests let in that have no first token yet."""
+        first_s = self.log.prefill_done_s
+        return sum(math.isnan(first_s[row]) for row in self._live)
+
     def _num_pending(self, router: Router) -> int:
         return sum((router is self.decode) is bool(request.external_tokens) for request in self._pending)
 

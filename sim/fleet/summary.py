@@ -21,7 +21,7 @@ class Share:
     serving_s: float
     """Replica-seconds in which it could serve."""
     requests: int
-    """Requests that ended here, or were here last."""
+    """Requests that ended here or were here last, and in a prefill pool those that it handed over."""
     prompt_tokens: int
     """Prompt tokens computed here (recomputed ones again, cached ones not)."""
     output_tokens: int
@@ -205,15 +205,16 @@ def _by_replica(record: RunRecord) -> _ByReplica:
     length_s = s.end_s - s.start_s
     pages = s.used_pages / np.maximum(record.limit_at_steps("num_pages"), 1)
     tokens, finished = record.tokens, r.status == Status.FINISHED
-    first = r.replica.copy()
+    first, handed = r.replica.copy(), np.zeros(count, np.int64)
     if record.fleet is not None:
         apart = record.fleet.prefill_replica >= 0
         first[apart] = record.fleet.prefill_replica[apart]
+        handed = np.bincount(first[apart], minlength=count)
     per_step = tokens.per_step if tokens.per_step is not None else 1
     given = tokens.count * per_step
     where = s.replica[tokens.first_step] if len(tokens.first_step) else np.empty(0, np.int64)
     return _ByReplica(
-        np.bincount(r.replica[r.replica >= 0], minlength=count),
+        np.bincount(r.replica[r.replica >= 0], minlength=count) + handed,
         np.bincount(s.replica, s.num_prefill_tokens, count).astype(np.int64),
         np.bincount(where, given, count).astype(np.int64),
         np.bincount(s.replica, length_s, count).astype(np.float64),

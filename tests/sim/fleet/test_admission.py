@@ -93,6 +93,10 @@ def test_a_deadline_refuses_at_once_what_would_be_late() -> None:
     free, guarded = overload(None), overload(Admission(deadline_ms=500, deadline_window_s=2))
     assert p95_of_admitted(free) > 5  # an open queue at twice its capacity grows without end
     assert p95_of_admitted(guarded) < 0.75
+    # Little's law is exact in the mean, so that an overload settles at the deadline.
+    done = (guarded.requests.status == Status.FINISHED) & (guarded.requests.sent_s > 5)
+    ttft_s = (guarded.requests.first_token_s - guarded.requests.sent_s)[done]
+    assert ttft_s.mean() == pytest.approx(0.5, rel=0.15)
     # What can be served is served: refusals are the overload and little more.
     served = (guarded.requests.status == Status.FINISHED).mean()
     assert served > 0.9 * 0.5
