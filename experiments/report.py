@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from experiments import report_figures as figures
 from experiments.certainty import THIN_MARK, certainty_lines, headline_rows
 from experiments.fleet_report import fleet_rows, replicas_over_time
+from experiments.gap_figures import itl_ecdf
 from experiments.observe_figures import observed_panels
 from experiments.page import list_section, page, plot_section, table_section, write_page
 from experiments.report_figures import Roofline
@@ -124,6 +125,7 @@ def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> li
                 figures.throughput_over_time(record),
                 True,
             ),
+            *_token_panels(record, summary),
             (
                 "Prompt length and prefill time",
                 "Points far above the others waited inside prefill, or would gain from a prefix cache.",
@@ -150,6 +152,20 @@ def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> li
     if len(summary.tenants) > 1:
         out.append(("Latency by tenant", "Over completed requests.", figures.by_tenant(summary), True))
     return out
+
+
+def _token_panels(record: RunRecord, summary: Summary) -> list[Panel]:
+    """Gaps between tokens where their times are known, beside the whole answer's time."""
+    whole = (
+        "End to end",
+        "Share of completed requests within each E2EL, from sending to the last token.",
+        figures.latency_ecdf(record, summary, "e2el"),
+        False,
+    )
+    if not summary.itl.count:
+        return [whole]
+    words = "Gaps between tokens of one request, all together: steps that carry prompts make the long ones."
+    return [("Inter-token latency", words, itl_ecdf(record, summary), False), whole]
 
 
 def laid_out(items: Iterable[Panel]) -> Iterable[str]:

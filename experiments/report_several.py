@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from experiments import theme
+from experiments.gap_figures import gap_curve
 from experiments.page import framed, list_section, page, write_page
 from experiments.report import Panel, laid_out
 from experiments.report_figures import clock, latency_axes, limit_line
 from experiments.saved import REPORT, Opened
 from experiments.series import band, ecdf, in_system, over_replicas
 from serving.errors import UsageError
-from sim.latency import STAGES, inter_token_gaps, latencies
+from sim.latency import STAGES, latencies
 from sim.meta import meta_value
 from sim.metrics import Summary
 from sim.record import Floats, Status
@@ -119,11 +120,7 @@ def curve(run: Opened, metric: str) -> tuple[Floats, Floats]:
     lat, r = latencies(run.record), run.record.requests
     done = r.status == Status.FINISHED
     if metric == "itl":
-        pool = inter_token_gaps(run.record, done)
-        upto = np.cumsum(pool.counts)
-        keep = np.unique(np.searchsorted(upto, np.linspace(1, max(pool.size, 1), 1500)))
-        keep = keep[keep < len(upto)]
-        return pool.values_s[keep] * 1000, upto[keep] / max(pool.size, 1)
+        return gap_curve(run.record, done)
     several = np.where(r.output_tokens > 1, lat.tpot_s, np.nan)
     values_s = {"ttft": lat.ttft_s, "tpot": several, "e2el": lat.e2el_s}[metric]
     return ecdf(values_s[done] * 1000)

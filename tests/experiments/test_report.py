@@ -105,7 +105,7 @@ def test_a_browser_draws_every_picture_without_an_error(run: RunRecord, tmp_path
     ]
     out = subprocess.run([str(CHROMIUM), *flags, path.as_uri()], capture_output=True, text=True, timeout=120)
     pictures = text.count('class="plotly-graph-div"')
-    assert pictures == 10
+    assert pictures == 12
     drawn = re.findall(
         r'<div id="plot-\d+" class="plotly-graph-div js-plotly-plot".*?class="main-svg"', out.stdout, re.S
     )
