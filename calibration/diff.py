@@ -129,8 +129,15 @@ def diff(
 ) -> RunDiff:
     """Split the difference of two runs into `PARTS`.
 
-    Raises `UsageError` for an unknown metric, a run without steps, or a run in which nothing finished.
+    Raises `UsageError` for an unknown metric, a run without steps, a run with drafts (which steps of another run cannot
+    price), or a run in which nothing finished.
     """
+    for record, name in ((a, names[0]), (b, names[1])):
+        if record.drafts is not None:
+            raise UsageError(
+                f"{name} verified drafts, and a replay cannot say which would stand in another schedule; "
+                "tokentwin compare sets two deployments side by side"
+            )
     sides = (_Side.of(a, names[0]), _Side.of(b, names[1]))
     recorded = tuple(_figures(side.record) for side in sides)
     known = [name for name in recorded[0] if name in recorded[1]]
