@@ -10,7 +10,7 @@ WORKERS ?= 2
 DEMO := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench picture example gallery format clean
+.PHONY: help demo test lint bench picture example gallery planning schema format clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,12 @@ picture: demo ## Make docs/img/report.png from the demo's report (needs chromium
 
 example: $(VENV)/.dev ## Put the output of the first example into README.md
 	@$(BIN)/python docs/example.py
+
+planning: $(VENV)/.dev ## Put the output of every command into docs/planning.md (reads ../shared/data)
+	@$(BIN)/python docs/planning.py
+
+schema: $(VENV)/.dev ## Make docs/schema and the keywords of the Python API from the flags
+	@$(BIN)/python docs/schema.py
 
 gallery: $(VENV)/.dev ## Make docs/toolbox.md and its pictures (needs chromium)
 	@$(BIN)/python -m experiments.gallery
