@@ -71,11 +71,14 @@ class Utilisation:
 
 
 def twin_work(record: RunRecord, built: Built) -> StepWork:
-    """Work of the steps of a simulated run; each prompt chunk counts as sampled once."""
+    """Work of the steps of a simulated run; each prompt chunk counts as sampled once, each draft token that is verified too.
+
+    What a draft model computes is not in it.
+    """
     s, pricer = record.steps, built.pricer
     flops, num_bytes = pricer.step_work(
         s.num_tokens,
-        s.num_decodes + s.num_prefills,
+        s.num_tokens - s.num_prefill_tokens + s.num_prefills,
         s.prefill_attention_area,
         s.prefill_context_sum,
         s.decode_context_sum,
@@ -95,7 +98,7 @@ def engine_work(record: RunRecord) -> StepWork | None:
     flops, num_bytes = step_work(
         ModelShape.model_validate(facts["shape"]),
         s.num_tokens,
-        s.num_decodes + s.num_prefills,
+        s.num_tokens - s.num_prefill_tokens + s.num_prefills,
         s.prefill_attention_area,
         s.prefill_context_sum,
         s.decode_context_sum,
