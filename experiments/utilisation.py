@@ -71,7 +71,7 @@ class Utilisation:
 
 
 def twin_work(record: RunRecord, built: Built) -> StepWork:
-    """Work of the steps of a simulated run; each prompt chunk counts as sampled once, each draft token that is verified too.
+    """Work of the steps of a simulated run; prompt chunks are sampled once, verified drafts each.
 
     What a draft model computes is not in it.
     """
