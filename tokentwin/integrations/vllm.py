@@ -31,9 +31,10 @@ except ImportError as error:
         f"tokentwin.integrations.vllm runs inside vLLM 0.33, which cannot be imported here ({error})"
     ) from error
 
-from serving.config import QUEUE_ORDERS, SchedulerConfig
+from serving.config import SchedulerConfig
 from serving.errors import UsageError, nearest
 from serving.policies import BatchPolicy, load_policy
+from serving.policies.adaptive import parse_size_classes
 from tokentwin.integrations.vllm_step import VllmStep
 from tokentwin.integrations.vllm_views import RequestView, SchedulerView, WaitingView, order_key
 
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 WRITTEN_FOR = "0.33."
 SECTION = "tokentwin"
 KEYS = ("policy", "scheduling_policy", "options")
+ORDERS = ("fcfs", "priority", "sjf", "edf")
+"""Queue orders that work inside vLLM; a fair share among tenants needs tenants, which vLLM's requests do not name."""
 
 
 class OrderedQueue(RequestQueue):  # type: ignore[misc]
@@ -267,9 +270,9 @@ class PolicyScheduler(Scheduler):  # type: ignore[misc]
                 )
         vllm_order = self.scheduler_config.policy
         order = section.get("scheduling_policy", self.queue_order or vllm_order)
-        if order not in QUEUE_ORDERS:
+        if order not in ORDERS:
             raise UsageError(
-                f"--additional-config: scheduling_policy {order!r}; {nearest(str(order), QUEUE_ORDERS)}"
+                f"--additional-config: scheduling_policy {order!r}; {nearest(str(order), ORDERS)}"
             )
         if order in ("fcfs", "priority") and order != vllm_order:
             raise UsageError(f"scheduling_policy {order} is vLLM's own: set --scheduling-policy {order}")
@@ -277,7 +280,10 @@ class PolicyScheduler(Scheduler):  # type: ignore[misc]
             raise UsageError(
                 f"--scheduling-policy {vllm_order} has no effect with queue order {order}; leave it out"
             )
-        return section.get("policy", self.policy_name), order, section.get("options", {})
+        options = dict(section.get("options", {}))
+        if isinstance(options.get("size_classes"), str):
+            options["size_classes"] = parse_size_classes(options["size_classes"])
+        return section.get("policy", self.policy_name), order, options
 
     def _limits(self, order: str) -> SchedulerConfig:
         config = self.scheduler_config

@@ -31,6 +31,8 @@ class VllmStep:
         self.now_s = now_s
         self.config: SchedulerConfig = scheduler.config
         self.token_budget: int = engine.max_num_scheduled_tokens
+        self.prefill_budget: int | None = None
+        """Prompt tokens that this step may still compute; None: as many as the token budget allows."""
         self.preempted: list[RequestView] = []
         self.num_tokens_of: dict[str, int] = {}
         self.new_blocks: dict[str, Any] = {}
@@ -67,6 +69,11 @@ class VllmStep:
     @property
     def num_running(self) -> int:
         return len(self.engine.running)
+
+    @property
+    def num_decoding(self) -> int:
+        """Running requests whose prompt is computed."""
+        return sum(not request.is_prefill_chunk for request in self.engine.running)
 
     @property
     def seats(self) -> int:
@@ -115,6 +122,8 @@ class VllmStep:
         self.engine.running.remove(r)
         restored = self.num_tokens_of.pop(r.request_id, 0)
         self.token_budget += restored
+        if self.prefill_budget is not None and r.is_prefill_chunk:
+            self.prefill_budget += restored
         self.new_blocks.pop(r.request_id, None)
         if r in self.extended:
             self.extended.remove(r)
@@ -128,6 +137,8 @@ class VllmStep:
         while position < len(running) and self.token_budget > 0:
             request = self.views[running[position].request_id]
             count = min(self._capped(self.wanted(request)), self.token_budget)
+            if self.prefill_budget is not None and request._request.is_prefill_chunk:
+                count = min(count, self.prefill_budget)
             if count <= 0 or self.scheduled(request):
                 position += 1
                 continue
@@ -165,13 +176,15 @@ class VllmStep:
         if blocks is None:
             return False
         self.extended.append(r)
-        self._take(r, count, blocks)
+        self._take(r, count, blocks, prompt=r.is_prefill_chunk)
         return True
 
-    def _take(self, r: Any, count: int, blocks: Any) -> None:
+    def _take(self, r: Any, count: int, blocks: Any, *, prompt: bool) -> None:
         self.new_blocks[r.request_id] = blocks
         self.num_tokens_of[r.request_id] = count
         self.token_budget -= count
+        if self.prefill_budget is not None and prompt:
+            self.prefill_budget -= count
 
     def _admit(self, request: RequestView, num_tokens: int | None, reserve_tokens: int) -> bool:
         engine, r = self.engine, request._request
@@ -188,8 +201,10 @@ class VllmStep:
                 num_external_cached_tokens=0,
             )
         count = self._capped(r.num_tokens - cached)
-        budget = self.token_budget
-        if not engine.scheduler_config.enable_chunked_prefill and count > budget:
+        budget = (
+            self.token_budget if self.prefill_budget is None else min(self.token_budget, self.prefill_budget)
+        )
+        if budget < 1 or (not engine.scheduler_config.enable_chunked_prefill and count > budget):
             return False
         count = min(count, budget if num_tokens is None else min(num_tokens, budget))
         blocks = manager.allocate_slots(
@@ -219,4 +234,4 @@ class VllmStep:
         r.num_computed_tokens = cached
         if cached + count < r.num_tokens:
             engine._inflight_prefills.add(r)
-        self._take(r, count, engine.kv_cache_manager.get_blocks(r.request_id))
+        self._take(r, count, engine.kv_cache_manager.get_blocks(r.request_id), prompt=True)

@@ -2,6 +2,7 @@
 
     python tests/tokentwin/integrations/on_vllm.py chunked 40     # must decide what vLLM decides, block ids included
     python tests/tokentwin/integrations/on_vllm.py continuous 20  # must decide what the policy decides in `serving`
+    python tests/tokentwin/integrations/on_vllm.py adaptive 20 "" '{"prefill_share": 0.3}'  # queue order, options
 
 Prints one line of JSON: how many loads and steps were compared, how often pages ran out, and the first difference.
 """
@@ -28,13 +29,13 @@ def recorder_module() -> Any:
     return module
 
 
-def ours(record: Any, policy: str, order: str | None) -> Any:
+def ours(record: Any, policy: str, order: str | None, options: dict[str, Any]) -> Any:
     """`make_scheduler` of the recorder with our class in vLLM's place, chosen as vLLM would be told to."""
 
     def make(config: dict[str, Any], model: str) -> Any:
         theirs = original(config, model)
         everything = theirs.vllm_config
-        section = {"policy": policy} | ({"scheduling_policy": order} if order else {})
+        section = {"policy": policy, "options": options} | ({"scheduling_policy": order} if order else {})
         everything.additional_config = {"tokentwin": section}
         everything.scheduler_config.async_scheduling = config["async_"]  # which vLLM turns off for a CPU
         everything.scheduler_config.scheduler_cls = "tokentwin.integrations.vllm.PolicyScheduler"
@@ -68,7 +69,7 @@ def against_vllm(count: int) -> dict[str, Any]:
         (Path(model) / "config.json").write_text(json.dumps(record.MODEL), encoding="utf-8")
         for number, (config, arrivals) in enumerate(loads(record, count, 7000)):
             theirs = record.Recorder(config, arrivals, model).run()["steps"]
-            made, record.make_scheduler = record.make_scheduler, ours(record, "chunked", None)
+            made, record.make_scheduler = record.make_scheduler, ours(record, "chunked", None, {})
             try:
                 mine = record.Recorder(config, arrivals, model).run()["steps"]
             finally:
@@ -84,7 +85,7 @@ def against_vllm(count: int) -> dict[str, Any]:
     return {"loads": count, "steps": steps, "preempted": preempted, "requests": cut, "difference": None}
 
 
-def against_serving(policy: str, order: str | None, count: int) -> dict[str, Any]:
+def against_serving(policy: str, order: str | None, options: dict[str, Any], count: int) -> dict[str, Any]:
     """Another policy in vLLM against the same policy on the scheduler of `serving`: who runs, for how many tokens.
 
     Tokens of a request are a function of its id, so that both see the same prefixes.
@@ -97,12 +98,12 @@ def against_serving(policy: str, order: str | None, count: int) -> dict[str, Any
         (Path(model) / "config.json").write_text(json.dumps(record.MODEL), encoding="utf-8")
         for number, (config, arrivals) in enumerate(loads(record, count, 9000)):
             config |= {"policy": "fcfs", "async_": False, "watermark": 0.0, "max_num_batched_tokens": 256}
-            made, record.make_scheduler = record.make_scheduler, ours(record, policy, order)
+            made, record.make_scheduler = record.make_scheduler, ours(record, policy, order, options)
             try:
                 mine = record.Recorder(config, arrivals, model).run()["steps"]
             finally:
                 record.make_scheduler = made
-            theirs = serve(config, arrivals, policy, order, record.token_hash)
+            theirs = serve(config, arrivals, policy, order, options, record.token_hash)
             steps += len(theirs)
             preempted += sum(len(step["preempted"]) for step in theirs)
             for a, b in zip(theirs, mine, strict=False):
@@ -117,12 +118,11 @@ def against_serving(policy: str, order: str | None, count: int) -> dict[str, Any
 def main() -> int:
     """The comparison named on the command line."""
     policy, count = sys.argv[1], int(sys.argv[2])
-    order = sys.argv[3] if len(sys.argv) > 3 else None
-    found = (
-        against_vllm(count)
-        if policy == "chunked" and order is None
-        else against_serving(policy, order, count)
-    )
+    order, options = (sys.argv[3] or None, sys.argv[4]) if len(sys.argv) > 4 else (None, "{}")
+    if policy == "chunked" and order is None:
+        found = against_vllm(count)
+    else:
+        found = against_serving(policy, order, json.loads(options), count)
     sys.stdout.write("\n" + json.dumps(found) + "\n")
     return 0
 

@@ -8,6 +8,7 @@ from typing import Any
 from serving.config import SchedulerConfig
 from serving.plan import StepOutcome
 from serving.policies import load_policy
+from serving.policies.adaptive import parse_size_classes
 from serving.request import Request, TokenKeys
 from serving.scheduler import Scheduler
 
@@ -19,6 +20,7 @@ def serve(
     arrivals: Sequence[dict[str, Any]],
     policy: str,
     order: str | None,
+    options: dict[str, Any],
     token_hash: Callable[[str, int, int], int],
 ) -> list[dict[str, Any]]:
     """What each step decides; synchronous, without drafts."""
@@ -33,7 +35,9 @@ def serve(
         queue_order=order or "fcfs",
         reserve_full_isl=config["scheduler_reserve_full_isl"],
     )
-    scheduler = Scheduler(limits, load_policy(policy))
+    if "size_classes" in options:
+        options = options | {"size_classes": parse_size_classes(options["size_classes"])}
+    scheduler = Scheduler(limits, load_policy(policy, **options))
     waiting = list(arrivals)
     steps = []
     for number in range(MOST_STEPS):

@@ -57,12 +57,20 @@ def test_policy_chunked_inside_vllm_decides_what_vllm_decides() -> None:
 
 @pytest.mark.slow
 @with_vllm
-@pytest.mark.parametrize("arguments", [("continuous",), ("chunked", "sjf"), (SKIP_AHEAD,)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("continuous", "", "{}"),
+        ("chunked", "sjf", "{}"),
+        ("adaptive", "", '{"prefill_share": 0.1, "max_running_tokens": 300}'),
+        (SKIP_AHEAD, "", "{}"),
+    ],
+)
 def test_other_policies_and_orders_decide_inside_vllm_what_they_decide_here(
     arguments: tuple[str, ...],
 ) -> None:
-    policy, *order = arguments
-    found = on_vllm(policy, "12", *order)
+    policy, *rest = arguments
+    found = on_vllm(policy, "12", *rest)
     assert found["difference"] is None
     assert found["preempted"] > 20
 
@@ -97,7 +105,7 @@ def requests(count: int = 9) -> list[Request]:
     return [Request(f"r{i}", 5 + 17 * i % 90, 30 + 11 * i % 40, arrival=float(i)) for i in range(count)]
 
 
-@pytest.mark.parametrize("policy", ["chunked", "continuous", SKIP_AHEAD])
+@pytest.mark.parametrize("policy", ["chunked", "continuous", "adaptive", SKIP_AHEAD])
 def test_a_policy_runs_everybody_and_gives_every_page_back(vllm: ModuleType, policy: str) -> None:
     made = vllm.PolicyScheduler(config({"tokentwin": {"policy": policy}}), num_blocks=20, block_size=16)
     outputs = run(made, requests())
@@ -167,6 +175,10 @@ def test_a_paused_engine_admits_nobody(vllm: ModuleType) -> None:
         ),
         ({"additional": {"tokentwin": {"scheduling_policy": "sjf"}}, "policy": "priority"}, "has no effect"),
         ({"additional": {"tokentwin": "chunked"}}, "must be a mapping"),
+        (
+            {"additional": {"tokentwin": {"scheduling_policy": "fair"}}},
+            "scheduling_policy 'fair'; known: edf",
+        ),
     ],
 )
 def test_what_a_policy_cannot_decide_about_is_refused_at_the_start(
