@@ -214,6 +214,22 @@ def test_buckets_are_those_of_the_client_library(values: list[float]) -> None:
     assert registry.get_sample_value("x_sum") == pytest.approx(total)
 
 
+def test_accepted_drafts_are_counted_by_the_end() -> None:
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3, "acceptance": 0.6}'
+    asked = {
+        "model": "llama-3.1-8b",
+        "gpu": "h200",
+        "dataset_name": "random",
+        "num_prompts": 30,
+        "request_rate": 8.0,
+    }
+    job = make_job({**asked, "speculative_config": drafts, "replications": 1})
+    meters: list[RunMeters] = []
+    run = run_job(job, watch=lambda world: meters.append(RunMeters(of_world(world), "m")))
+    values = {sample.name: sample.value for family in meters[0].collect() for sample in family.samples}
+    assert values["vllm:generation_tokens_total"] == run.summary.total_output_tokens
+
+
 def test_a_fleet_is_watched_too() -> None:
     """Replicas come, fail and go while somebody looks; what a lost replica had computed is computed again."""
     flags = {

@@ -47,7 +47,8 @@ class RunMeters(Collector):
             "prefix_cache_hits": r.prefix_hits_tokens,
             "num_preemptions": r.preemptions,
             "prompt_tokens": int(r.prompt_tokens[first].sum()),
-            "generation_tokens": int(first.sum()) + decodes,
+            # Decodes as they come; what answers had in all where steps gave more than one (accepted drafts).
+            "generation_tokens": max(int(first.sum()) + decodes, int(r.output_tokens.sum())),
         }
         for name, words in COUNTERS.items():
             yield self._counter(f"vllm:{name}", words, values[name])
