@@ -271,7 +271,10 @@ function start() {
     folded = [...document.querySelectorAll("#front details:not([open]), #money details:not([open])")];
     for (const box of folded) box.open = true;
   };
-  addEventListener("afterprint", () => { for (const box of folded) box.open = false; });
+  addEventListener("afterprint", () => {
+    for (const box of folded) box.open = false;
+    soon(true);
+  });
   const near = new IntersectionObserver(entries => {
     for (const entry of entries) seen[entry.isIntersecting ? "add" : "delete"](entry.target.id);
     drawStale();
