@@ -116,7 +116,7 @@ def rules_of(record: RunRecord) -> tuple[Rules, list[str]]:
         )
     known = {f.name for f in fields(SchedulerConfig)}
     limits: dict[str, Any] = {
-        name: value for name, value in (record.meta.get("limits") or {}).items() if name in known
+        name: _frozen(value) for name, value in (record.meta.get("limits") or {}).items() if name in known
     }
     notes = [] if limits else ["its scheduler is not recorded; vLLM V1's defaults with its capacity stand in"]
     limits.setdefault("async_scheduling", is_asynchronous(record))
@@ -137,6 +137,11 @@ def rules_of(record: RunRecord) -> tuple[Rules, list[str]]:
         ),
         notes,
     )
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as the tuples that they were before they were saved."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def is_asynchronous(record: RunRecord) -> bool:
