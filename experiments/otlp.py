@@ -131,7 +131,14 @@ def _value(value: Value) -> dict[str, Any]:
 
 
 def make_exporter(endpoint: str) -> Any:
-    """An OpenTelemetry span exporter for `endpoint`.
+    """An OpenTelemetry span exporter for `endpoint`. Raises `UsageError` as `check_endpoint`."""
+    exporter, protocol = check_endpoint(endpoint)
+    how = {"insecure": endpoint.startswith("http://")} if protocol == "grpc" else {}
+    return exporter(endpoint=endpoint, **how)
+
+
+def check_endpoint(endpoint: str) -> tuple[Any, str]:
+    """The class of its exporters, and the protocol; nothing is opened, so that a process may still be forked.
 
     Raises `UsageError` without the extra `otel`, for a protocol that OTLP does not have, or for what is no URL.
     """
@@ -142,14 +149,13 @@ def make_exporter(endpoint: str) -> Any:
     if not endpoint.startswith(("http://", "https://")):
         raise UsageError(f"--otlp-traces-endpoint {endpoint!r}: write a URL such as http://localhost:4317")
     try:
-        exporter = import_module(f"opentelemetry.exporter.otlp.proto.{modules[protocol]}.trace_exporter")
+        exporters = import_module(f"opentelemetry.exporter.otlp.proto.{modules[protocol]}.trace_exporter")
     except ModuleNotFoundError as error:
         raise UsageError(
             f"--otlp-traces-endpoint needs {error.name}, which is not installed: pip install 'tokentwin[otel]' "
             "(--otlp-file needs nothing)"
         ) from None
-    how = {"insecure": endpoint.startswith("http://")} if protocol == "grpc" else {}
-    return exporter.OTLPSpanExporter(endpoint=endpoint, **how)
+    return exporters.OTLPSpanExporter, protocol
 
 
 def send(traces: Iterable[Sequence[Span]], endpoint: str, resource: Mapping[str, Value], version: str) -> int:

@@ -48,9 +48,9 @@ class Observers:
 
             check_otlp_file(file)
         if endpoint is not None:
-            from experiments.otlp import make_exporter
+            from experiments.otlp import check_endpoint
 
-            make_exporter(endpoint).shutdown()
+            check_endpoint(endpoint)
         if port is not None and find_spec("prometheus_client") is None:
             raise UsageError(
                 "--metrics-port needs prometheus_client, which is not installed: pip install 'tokentwin[serve]'"
