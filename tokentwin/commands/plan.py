@@ -143,6 +143,7 @@ def plan(**flags: Any) -> int:
         paths = _write(answer, folder)
         if text is None:
             sys.stdout.write(f"Wrote to {folder}: {', '.join(str(p.relative_to(folder)) for p in paths)}\n")
+            sys.stdout.write(f"Look at it: tokentwin explore {folder}\n")
     return NO_FLEET if given.get("fail_on_slo") and answer.plan.winner is None else 0
 
 
