@@ -1,6 +1,7 @@
-"""The tables of real engines in docs/validation.md: `python -m experiments.validation_doc [--write FILE]`.
+"""All tables of docs/validation.md: `python -m experiments.validation_doc --write docs/validation.md`.
 
-Replays every yardstick with the shipped profiles and writes the tables between the two marks of the page.
+Replays every yardstick with the shipped profiles, and puts every table between its marks: real engines, kernels, models
+left out, the spread of prices in an engine, and our own engine from the results that are kept beside the page.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from calibration import engine_spread, kernel_errors, leave_model_out, step_times
 from calibration.compare import METRICS, STATISTICS, Comparison
 from calibration.compare_host import Gaps, fit_gaps, with_gaps
+from calibration.doc_tables import between
 from calibration.runs_vllm import read_runs
 from calibration.validate import validate
+from experiments import live_doc
 from experiments.results import writable
 from serving.errors import TokenTwinError, UsageError
 
@@ -22,8 +26,33 @@ POINTS = "inferencex_llama70b_fp8_h200_vllm.csv"
 BEGIN, END = "<!-- yardsticks: made by experiments.validation_doc -->", "<!-- end of yardsticks -->"
 
 
-def tables(folder: Path) -> str:
-    """All tables as Markdown. Raises `UsageError` when a yardstick cannot be read."""
+LIVE = ("smollm2-64", "smollm2-512", "random-64", "random-512")
+"""Runs of our own engine whose results are kept, in the order of the page."""
+
+
+def filled(page: str, data: Path, live: Path, *, models: bool = True) -> str:
+    """`page` with all its tables made anew, from `data` (kernels/ and yardstick/) and the results in `live`.
+
+    `models`: those of models left out as well, which take minutes. Raises `UsageError` for missing data or marks.
+    """
+    page = between(page, "kernel errors", kernel_errors.table())
+    page = live_doc.spliced(page, live_doc.tables([live / name for name in LIVE]))
+    page = between(page, "engine spread", engine_spread.table(data))
+    page = between(page, "steps", step_times.table(data / "yardstick"))
+    page = spliced(page, tables(data / "yardstick"))
+    if models:
+        left = [
+            row for d in leave_model_out.DEVICES for row in leave_model_out.leave_out(d, data / "kernels")
+        ]
+        page = between(page, "models left out", leave_model_out.table(left))
+    return page
+
+
+def tables(folder: Path, *, fits: bool = True) -> str:
+    """The tables of real engines as Markdown; `fits` False leaves out the host gaps, which are fitted.
+
+    Raises `UsageError` when a yardstick cannot be read.
+    """
     predicted = {name: validate(None, folder, run=run) for name, run in RUNS.items()}
     recorded = validate(None, folder, run=RUNS["RTX 4090"], recorded_pages=True)
     runs = {**predicted, "RTX 4090, recorded page count": recorded}
@@ -32,7 +61,7 @@ def tables(folder: Path) -> str:
         _summary(runs),
         _figures(runs),
         _series(runs),
-        _gaps(folder),
+        *([_gaps(folder)] if fits else []),
         _points_summary(points),
         _points(points),
     ]
@@ -146,17 +175,23 @@ def spliced(page: str, text: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables, or write them into a page."""
     parser = argparse.ArgumentParser(prog="python -m experiments.validation_doc", description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/yardstick"))
-    parser.add_argument("--write", type=Path, metavar="FILE", help="page to put the tables into")
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--write", type=Path, metavar="FILE", help="page to put all tables into")
+    parser.add_argument(
+        "--quick", action="store_true", help="without the models left out, which take minutes"
+    )
     given = parser.parse_args(arguments)
     try:
-        text = tables(given.data)
+        if given.quick and given.write is None:
+            raise UsageError("--quick leaves tables out of a page; give --write FILE too")
         if given.write is None:
-            sys.stdout.write(text + "\n")
+            sys.stdout.write(tables(given.data / "yardstick") + "\n")
         else:
             with writable(given.write):
                 page = given.write.read_text(encoding="utf-8")
-                given.write.write_text(spliced(page, text), encoding="utf-8")
+                live = given.write.parent / "validation" / "live"
+                made = filled(page, given.data, live, models=not given.quick)
+                given.write.write_text(made, encoding="utf-8")
     except TokenTwinError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -105,7 +105,6 @@ MISSED = {
     ("l40s", "prefill/fp8"): 0.075,
     ("h200", "gemm/int4_wo"): 0.07,
     ("b200", "gemm/fp8"): 0.075,
-    ("b200", "prefill/fp8"): 0.07,
 }
 
 
