@@ -85,7 +85,11 @@ def _cut_s(record: RunRecord, max_events: int) -> float:
 
 
 def _names(record: RunRecord) -> Iterator[Event]:
-    names = {CLIENT_PID: "clients"} | {i + 1: f"replica {i}" for i in range(record.num_replicas)}
+    fleet = record.fleet
+    pools = [""] * record.num_replicas
+    if fleet is not None and len(fleet.pools) > 1:
+        pools = [f" ({fleet.pools[pool].name})" for pool in fleet.pool_of]
+    names = {CLIENT_PID: "clients"} | {i + 1: f"replica {i}{pool}" for i, pool in enumerate(pools)}
     for pid, name in names.items():
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}

@@ -116,7 +116,7 @@ def utilisation(record: RunRecord, work: Work) -> Utilisation:
     s = record.steps
     busy_s = float((s.end_s - s.start_s).sum())
     from_s, to_s = span_s(record)
-    wall_s = (to_s - from_s) * max(record.num_replicas, 1)
+    wall_s = record.replica_s(to_s - from_s)
     flops, num_bytes = float(np.sum(work.flops)), float(np.sum(work.bytes))
 
     def share(amount: float, time_s: float, peak: float) -> float | None:

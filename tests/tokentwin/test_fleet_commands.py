@@ -14,6 +14,7 @@ from sim.deployment import Deployment, build
 from sim.fleet.build import FLEET_FIELDS, devices, num_gpus, num_replicas
 from tests.tokentwin.shell import SMALL, Command
 
+ROOT = Path(__file__).parents[2]
 POOLS = [{"name": "fast", "gpu": "h200"}, {"name": "cheap", "gpu": "l40s", "replicas": 2}]
 FLEET = {
     "pools": POOLS,
@@ -151,3 +152,13 @@ def test_a_capacity_of_pools_names_their_devices() -> None:
     assert devices(built) == "3 x h200 + 2 x l40s"
     assert num_gpus(built.deployment) == 5
     assert num_replicas(built.deployment) == 4
+
+
+def test_the_example_of_the_docs_runs(tokentwin: Command) -> None:
+    example = ROOT / "docs" / "examples" / "fleet.yaml"
+    page = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
+    shown = page.split("```yaml")[1].split("```")[0]
+    assert yaml.safe_load(shown) == yaml.safe_load(example.read_text(encoding="utf-8"))
+    answer = tokentwin("simulate", "--config", example, "--num-prompts", "60", "--replications", "1")
+    assert answer.code == 0, answer.err
+    assert " Fleet " in answer.out
