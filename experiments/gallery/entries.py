@@ -6,7 +6,7 @@ from experiments.gallery.batching import chunk_size, fairness, policies, size_cl
 from experiments.gallery.drafts import speculation, speculation_load
 from experiments.gallery.entry import Maker
 from experiments.gallery.fleet import admission, cold_start, jitter, routing
-from experiments.gallery.memory import cliff, eviction, paging, preemption
+from experiments.gallery.memory import cliff, eviction, host_tier, paging, preemption
 from experiments.gallery.rest import quantisation, streaming, tensor_parallel
 
 ENTRIES: tuple[Maker, ...] = (
@@ -18,6 +18,7 @@ ENTRIES: tuple[Maker, ...] = (
     size_classes,
     paging,
     eviction,
+    host_tier,
     cliff,
     preemption,
     streaming,
