@@ -14,7 +14,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from realengine.batch import Batch, LayerCache
 from realengine.quant_cpu import quantised_linear
-from realengine.quant_kv import QuantisedCache, has_own_layout
+from realengine.quant_kv import QuantisedCache, Scratch, has_own_layout
 
 if TYPE_CHECKING:
     from realengine.models import HeadNorms
@@ -98,6 +98,7 @@ class TorchAttention:
         self._token_index: Tensor | None = None
         self._visible: Tensor | None = None
         self._chunks: list[_Chunk] = []
+        self.scratch = Scratch()
 
     def _prepare(self, page_tokens: int, dtype: torch.dtype) -> None:
         """Index and masks that every layer shares."""
@@ -147,7 +148,7 @@ class TorchAttention:
     def __call__(self, qkv: Tensor, cache: LayerCache, norms: HeadNorms | None) -> Tensor:
         q, k, v = self.rotated(qkv, cache.k.shape[1], norms)
         dim = q.shape[2]
-        store = QuantisedCache(cache, dim) if has_own_layout(cache) else _PlainCache(cache)
+        store = QuantisedCache(cache, dim, self.scratch) if has_own_layout(cache) else _PlainCache(cache)
         store.write(self.batch.slots, k, v)
         decodes = self.batch.num_decodes
         if decodes == len(q):

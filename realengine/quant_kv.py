@@ -7,6 +7,9 @@ attention kernels read the numbers as they are.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -77,39 +80,60 @@ def kv_bits(cache: LayerCache, head_dim: int) -> int:
     return 8 if cache.k.shape[-1] == head_dim else 4
 
 
+class Scratch:
+    """Buffers that the layers of a step use one after the other: memory that is new for each layer has to be mapped."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    def take(self, what: str, which: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised; what was taken under this name before is overwritten."""
+        count = math.prod(shape)
+        buffer = self._buffers.get((what, which))
+        if buffer is None or len(buffer) < count:
+            buffer = self._buffers[what, which] = torch.empty(count, dtype=dtype)
+        return buffer[:count].view(*shape)
+
+
 class QuantisedCache:
     """One layer's quantised cache on the CPU, slot by slot."""
 
-    def __init__(self, cache: LayerCache, head_dim: int) -> None:
+    def __init__(self, cache: LayerCache, head_dim: int, scratch: Scratch) -> None:
         self._bits = kv_bits(cache, head_dim)
-        self._dim = head_dim
+        self._dim, self._scratch = head_dim, scratch
         self._parts = [tensor.flatten(0, 1) for tensor in cache.tensors]
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """K and V [T, KVH, D] of new tokens into their slots."""
-        for which, x in enumerate((k, v)):
-            if self._bits == 16:
-                self._parts[which].index_copy_(0, slots, to_fp8(x).view(torch.uint8))
-                continue
-            levels, scales = quantize_kv(x, self._bits)
-            self._parts[which].index_copy_(0, slots, levels)
-            self._parts[which + 2].index_copy_(0, slots, scales)
+        if self._bits == 16:
+            for part, x in zip(self._parts, (k, v), strict=True):
+                part.index_copy_(0, slots, to_fp8(x).view(torch.uint8))
+            return
+        heads = k.shape[1]
+        levels, scales = quantize_kv(torch.cat((k, v), dim=1), self._bits)
+        for which, half in enumerate((slice(None, heads), slice(heads, None))):
+            self._parts[which].index_copy_(0, slots, levels[:, half])
+            self._parts[which + 2].index_copy_(0, slots, scales[:, half])
 
     def read(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """K and V [tokens, KVH, D] of the slots at `index`, in `dtype`."""
+        """K and V [tokens, KVH, D] of the slots at `index`, in `dtype`, until the next call."""
         return self._read(0, index, dtype), self._read(1, index, dtype)
 
     def _read(self, which: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-        stored = self._parts[which].index_select(0, index)
+        part = self._parts[which]
+        size = (len(index), *part.shape[1:])
+        stored = torch.index_select(part, 0, index, out=self._scratch.take("stored", which, size, part.dtype))
         if self._bits == 16:
             return from_fp8(stored, dtype)
         scales = self._parts[which + 2].index_select(0, index).to(dtype).unsqueeze(-1)
+        out = self._scratch.take("numbers", which, (*size[:-1], self._dim), dtype)
         if self._bits == 8:
-            return stored.to(dtype).mul_(scales)
-        out = torch.empty((*stored.shape[:-1], self._dim), dtype=dtype)
-        out[..., : self._dim // 2] = stored & 15
-        out[..., self._dim // 2 :] = stored >> 4
-        return out.sub_(8).mul_(scales)
+            return out.copy_(stored).mul_(scales)
+        half = self._dim // 2
+        high = torch.bitwise_right_shift(stored, 4, out=self._scratch.take("high", which, size, part.dtype))
+        out[..., :half] = stored.bitwise_and_(15).view(torch.int8).sub_(8)
+        out[..., half:] = high.view(torch.int8).sub_(8)
+        return out.mul_(scales)
 
 
 def has_own_layout(cache: LayerCache) -> bool:

@@ -167,7 +167,7 @@ class RecentAttention(TorchAttention):
     def __call__(self, qkv: Tensor, cache: LayerCache, norms: HeadNorms | None) -> Tensor:
         q, k, v = self.rotated(qkv, cache.k.shape[1], norms)
         window, dim = self.window, q.shape[2]
-        store = QuantisedCache(cache, dim)
+        store = QuantisedCache(cache, dim, self.scratch)
         store.write(self.batch.slots, k, v)
         rings = cache.recent_k, cache.recent_v
         assert rings[0] is not None

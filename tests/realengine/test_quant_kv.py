@@ -19,7 +19,7 @@ from realengine.load import load
 from realengine.models import Model
 from realengine.ops import KernelOps, rotary_tables
 from realengine.quant import to_fp8
-from realengine.quant_kv import QuantisedCache, cache_layout
+from realengine.quant_kv import QuantisedCache, Scratch, cache_layout
 from realengine.runner import allocate_caches
 from serving.errors import UsageError
 from serving.policies import Chunked
@@ -55,7 +55,7 @@ def test_what_is_read_is_what_was_written_rounded(kv: str, dtype: torch.dtype) -
     cache = allocate_caches(tiny(kv, dtype=dtype), 5, 8, device=CPU, dtype=dtype)[0]
     torch.manual_seed(1)
     k, v = torch.randn(2, 6, 2, 16).to(dtype)
-    store, slots = QuantisedCache(cache, 16), torch.tensor([39, 8, 9, 17, 30, 1])
+    store, slots = QuantisedCache(cache, 16, Scratch()), torch.tensor([39, 8, 9, 17, 30, 1])
     store.write(slots, k, v)
     for got, x in zip(store.read(slots, dtype), (k, v), strict=True):
         torch.testing.assert_close(
