@@ -265,17 +265,13 @@ def _is_worse(name: str, difference: Difference) -> bool:
 
 
 def _varied(trials: Sequence[Trial], most: int) -> list[Trial]:
-    """The first of each kind (settings, precision, hardware), then the next best; one of each pair of alike fields."""
+    """The first of each kind (settings, precision, hardware), then the next best; of changes to the same fields one."""
     chosen: list[Trial] = []
-    fields: set[tuple[str, ...]] = set()
     for again in (False, True):
-        kinds: set[str] = set()
         for trial in trials:
-            names = tuple(trial.change.fields)
-            if len(chosen) == most:
-                break
-            if trial not in chosen and names not in fields and (again or trial.change.kind not in kinds):
+            names = set(trial.change.fields)
+            alike = any(names <= (other := set(t.change.fields)) or names >= other for t in chosen)
+            new_kind = trial.change.kind not in {t.change.kind for t in chosen}
+            if len(chosen) < most and not alike and (again or new_kind):
                 chosen.append(trial)
-                kinds.add(trial.change.kind)
-                fields.add(names)
     return chosen

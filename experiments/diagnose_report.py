@@ -94,8 +94,8 @@ def _changes(d: Diagnosis) -> list[str]:
         ("Does not help, or less than those above", [t for t in d.rejected if not t.helps]),
     ):
         lines += _wrap(f"{head}: " + "; ".join(_brief(t) for t in trials) + ".") if trials else []
-    unknown = dict.fromkeys(words for t in d.proposed for words in t.not_measured)
-    lines += [line for words in unknown for line in _wrap(f"Not measured: {words}.")]
+    unknown = {words.partition(":")[0]: words for t in d.proposed for words in t.not_measured}
+    lines += [line for words in unknown.values() for line in _wrap(f"Not measured: {words}.")]
     lines += [
         line for change, why in d.impossible for line in _wrap(f"Not possible: {change.flags} ({why}).")
     ]
