@@ -151,7 +151,7 @@ def memory_with_draft(
         plan,
         weight_bytes=plan.weight_bytes + weights,
         kv_bytes_per_token=both,
-        kv_formula=f"{plan.kv_formula} + {per_token:,.0f} B of the draft = {both:,.0f} B",
+        kv_formula=f"{plan.kv_bytes_per_token:,.0f} B + {per_token:,.0f} B of the draft = {both:,.0f} B",
         num_blocks=max(0, int(left // (both * plan.block_size))),
     )
 

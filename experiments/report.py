@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import report_figures as figures
 from experiments.certainty import THIN_MARK, certainty_lines, headline_rows
+from experiments.drafts import draft_rows
 from experiments.fleet_report import fleet_rows, replicas_over_time
 from experiments.gap_figures import itl_ecdf
 from experiments.observe_figures import observed_panels
@@ -270,6 +271,8 @@ def _engine_table(record: RunRecord, s: Summary) -> str:
         ["Batch", f"{record.max_num_seqs:,} sequences", f"{record.max_num_batched_tokens:,} tokens a step"],
         ["KV cache", f"{record.num_pages:,} pages", f"of {record.page_tokens} tokens"],
     ]
+    if record.drafts is not None:
+        rows += [[name.rstrip(":"), value, note] for name, value, note in draft_rows(record.drafts)]
     return table_section("Stages and engine", ["", "", ""], rows)
 
 

@@ -59,6 +59,18 @@ def test_a_flag_a_file_and_python_give_the_same_run(tokentwin: Command, tmp_path
     assert run.summary.drafts.num_draft_tokens == found["spec_decode_draft_tokens"]
 
 
+def test_memory_counts_the_draft_model(tokentwin: Command) -> None:
+    plain = json.loads(tokentwin("memory", "--model", "llama-3.1-8b", "--json").out)
+    both = json.loads(
+        tokentwin(
+            "memory", "--model", "llama-3.1-8b", "--json", "--speculative-config", json.dumps(CONFIG)
+        ).out
+    )
+    # Llama-3.2-1B: 1.24 billion parameters of 2 bytes; 16 layers of 8 KV heads of 64, K and V, 2 bytes each.
+    assert both["weight_bytes"] - plain["weight_bytes"] == pytest.approx(2 * 1.2358e9, rel=0.001)
+    assert both["kv_bytes_per_token"] - plain["kv_bytes_per_token"] == 16 * 8 * 64 * 2 * 2
+
+
 def test_detailed_gaps_are_those_of_events(tokentwin: Command, tmp_path: Path) -> None:
     answer = tokentwin("simulate", *SMALL, "--replications", "1", "--save-detailed", "-o", tmp_path,
                        "--speculative-config", json.dumps(CONFIG))  # fmt: skip

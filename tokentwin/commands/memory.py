@@ -27,6 +27,7 @@ USED = (
     "gpu_memory_utilization",
     "block_size",
     "enforce_eager",
+    "speculative_config",
 )
 """Fields of a deployment that have an effect on memory."""
 MEMORY = tuple(flag for flag in DEPLOYMENT if flag.name in USED)
