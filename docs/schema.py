@@ -98,9 +98,10 @@ def _kind(flag: Flag, *, in_list: bool) -> str:
     else:
         for leaf in get_args(kind) if get_origin(kind) not in (None, Literal) else (kind,):
             parts += _leaf(leaf)
+    parts = [part for part in dict.fromkeys(parts) if part != "None"]
     if in_list and not flag.several:
-        parts.append(f"Sequence[{' | '.join(parts)}]")
-    return " | ".join(dict.fromkeys([*parts, "None"]))
+        parts.append(f"Sequence[{' | '.join([*parts, 'None'])}]")
+    return " | ".join([*parts, "None"])
 
 
 def _leaf(kind: Any) -> list[str]:

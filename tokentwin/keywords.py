@@ -42,6 +42,7 @@ class SharedFlags(TypedDict, total=False):
     kv_eviction: Literal["lru", "lfu", "cost", "session"] | None
     session_keep: float | None
     session_decay: float | None
+    kv_offloading_size: float | None
     preemption_mode: Literal["recompute", "swap", "auto"] | None
     swap_space: float | None
     enable_chunked_prefill: bool | None
@@ -161,6 +162,7 @@ class PlanFlags(SharedFlags, total=False):
     policies: Several | None
     chunks: Several | None
     batches: Several | None
+    speculative_configs: Several | None
     total_gpus: int | None
     max_replicas: int | None
     top: int | None
@@ -175,135 +177,170 @@ class PlanFlags(SharedFlags, total=False):
 class SweepFlags(TypedDict, total=False):
     """What a sweep takes: one value, or a list of them as an axis."""
 
-    model: str | Sequence[str] | None
-    gpu: str | Sequence[str] | None
-    tensor_parallel_size: int | Sequence[int] | None
-    tp: int | Sequence[int] | None
-    data_parallel_size: int | Sequence[int] | None
-    dp: int | Sequence[int] | None
-    router: str | Sequence[str] | None
-    router_prefix_tokens: int | Sequence[int] | None
-    router_load_factor: float | Sequence[float] | None
-    pools: str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
-    autoscaler: (
-        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
-    )
-    cold_start: (
-        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
-    )
-    failures: (
-        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
-    )
-    admission: (
-        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
-    )
-    kv_transfer: (
-        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
-    )
-    dtype: str | Sequence[str] | None
-    quantization: str | None | Sequence[str | None]
-    kv_cache_dtype: str | Sequence[str] | None
-    kv_cache_recent_tokens: int | Sequence[int] | None
-    policy: str | Sequence[str] | None
-    scheduling_policy: (
-        Literal["fcfs", "priority", "sjf", "edf", "fair"]
-        | Sequence[Literal["fcfs", "priority", "sjf", "edf", "fair"]]
+    model: str | Sequence[str | None] | None
+    gpu: str | Sequence[str | None] | None
+    tensor_parallel_size: int | Sequence[int | None] | None
+    tp: int | Sequence[int | None] | None
+    data_parallel_size: int | Sequence[int | None] | None
+    dp: int | Sequence[int | None] | None
+    router: str | Sequence[str | None] | None
+    router_prefix_tokens: int | Sequence[int | None] | None
+    router_load_factor: float | Sequence[float | None] | None
+    pools: (
+        str
+        | Mapping[str, Any]
+        | Sequence[Any]
+        | Sequence[str | Mapping[str, Any] | Sequence[Any] | None]
         | None
     )
-    static_batch_size: int | None | Sequence[int | None]
-    static_max_wait: float | None | Sequence[float | None]
-    size_classes: str | None | Sequence[str | None]
-    max_running_tokens: int | None | Sequence[int | None]
-    prefill_share: float | None | Sequence[float | None]
-    max_num_seqs: int | None | Sequence[int | None]
-    max_num_batched_tokens: int | None | Sequence[int | None]
-    max_model_len: int | None | Sequence[int | None]
-    gpu_memory_utilization: float | Sequence[float] | None
-    block_size: int | Sequence[int] | None
-    num_gpu_blocks_override: int | None | Sequence[int | None]
-    enable_prefix_caching: bool | Sequence[bool] | None
+    autoscaler: (
+        str
+        | Mapping[str, Any]
+        | Sequence[Any]
+        | Sequence[str | Mapping[str, Any] | Sequence[Any] | None]
+        | None
+    )
+    cold_start: (
+        str
+        | Mapping[str, Any]
+        | Sequence[Any]
+        | Sequence[str | Mapping[str, Any] | Sequence[Any] | None]
+        | None
+    )
+    failures: (
+        str
+        | Mapping[str, Any]
+        | Sequence[Any]
+        | Sequence[str | Mapping[str, Any] | Sequence[Any] | None]
+        | None
+    )
+    admission: (
+        str
+        | Mapping[str, Any]
+        | Sequence[Any]
+        | Sequence[str | Mapping[str, Any] | Sequence[Any] | None]
+        | None
+    )
+    kv_transfer: (
+        str
+        | Mapping[str, Any]
+        | Sequence[Any]
+        | Sequence[str | Mapping[str, Any] | Sequence[Any] | None]
+        | None
+    )
+    dtype: str | Sequence[str | None] | None
+    quantization: str | Sequence[str | None] | None
+    kv_cache_dtype: str | Sequence[str | None] | None
+    kv_cache_recent_tokens: int | Sequence[int | None] | None
+    policy: str | Sequence[str | None] | None
+    scheduling_policy: (
+        Literal["fcfs", "priority", "sjf", "edf", "fair"]
+        | Sequence[Literal["fcfs", "priority", "sjf", "edf", "fair"] | None]
+        | None
+    )
+    static_batch_size: int | Sequence[int | None] | None
+    static_max_wait: float | Sequence[float | None] | None
+    size_classes: str | Sequence[str | None] | None
+    max_running_tokens: int | Sequence[int | None] | None
+    prefill_share: float | Sequence[float | None] | None
+    max_num_seqs: int | Sequence[int | None] | None
+    max_num_batched_tokens: int | Sequence[int | None] | None
+    max_model_len: int | Sequence[int | None] | None
+    gpu_memory_utilization: float | Sequence[float | None] | None
+    block_size: int | Sequence[int | None] | None
+    num_gpu_blocks_override: int | Sequence[int | None] | None
+    enable_prefix_caching: bool | Sequence[bool | None] | None
     kv_eviction: (
-        Literal["lru", "lfu", "cost", "session"] | Sequence[Literal["lru", "lfu", "cost", "session"]] | None
+        Literal["lru", "lfu", "cost", "session"]
+        | Sequence[Literal["lru", "lfu", "cost", "session"] | None]
+        | None
     )
-    session_keep: float | None | Sequence[float | None]
-    session_decay: float | None | Sequence[float | None]
+    session_keep: float | Sequence[float | None] | None
+    session_decay: float | Sequence[float | None] | None
+    kv_offloading_size: float | Sequence[float | None] | None
     preemption_mode: (
-        Literal["recompute", "swap", "auto"] | Sequence[Literal["recompute", "swap", "auto"]] | None
+        Literal["recompute", "swap", "auto"] | Sequence[Literal["recompute", "swap", "auto"] | None] | None
     )
-    swap_space: float | None | Sequence[float | None]
-    enable_chunked_prefill: bool | Sequence[bool] | None
-    long_prefill_token_threshold: int | Sequence[int] | None
-    async_scheduling: bool | None | Sequence[bool | None]
+    swap_space: float | Sequence[float | None] | None
+    enable_chunked_prefill: bool | Sequence[bool | None] | None
+    long_prefill_token_threshold: int | Sequence[int | None] | None
+    async_scheduling: bool | Sequence[bool | None] | None
     speculative_config: (
-        str | Mapping[str, Any] | Sequence[Any] | Sequence[str | Mapping[str, Any] | Sequence[Any]] | None
+        str
+        | Mapping[str, Any]
+        | Sequence[Any]
+        | Sequence[str | Mapping[str, Any] | Sequence[Any] | None]
+        | None
     )
-    semantics: Literal["vllm-0.33", "vllm-2025"] | Sequence[Literal["vllm-0.33", "vllm-2025"]] | None
-    enforce_eager: bool | Sequence[bool] | None
-    step_jitter: float | Literal["profile"] | None | Sequence[float | Literal["profile"] | None]
-    stall_rate: float | Sequence[float] | None
-    stall_ms: float | Sequence[float] | None
-    frontend_overhead_ms: float | Sequence[float] | None
-    tokenize_us_per_token: float | Sequence[float] | None
-    detokenize_us_per_token: float | Sequence[float] | None
-    dataset_name: str | Sequence[str] | None
-    dataset_path: str | Path | Sequence[str | Path] | None
-    num_prompts: int | Sequence[int] | None
-    request_count: int | Sequence[int] | None
-    max_concurrency: int | Sequence[int] | None
-    concurrency: int | Sequence[int] | None
-    input_len: int | Sequence[int] | None
-    isl: int | Sequence[int] | None
-    output_len: int | Sequence[int] | None
-    osl: int | Sequence[int] | None
-    shared_prefix_len: int | Sequence[int] | None
-    session_turns_min: int | Sequence[int] | None
-    session_turns_max: int | Sequence[int] | None
-    think_time: float | Sequence[float] | None
+    semantics: Literal["vllm-0.33", "vllm-2025"] | Sequence[Literal["vllm-0.33", "vllm-2025"] | None] | None
+    enforce_eager: bool | Sequence[bool | None] | None
+    step_jitter: float | Literal["profile"] | Sequence[float | Literal["profile"] | None] | None
+    stall_rate: float | Sequence[float | None] | None
+    stall_ms: float | Sequence[float | None] | None
+    frontend_overhead_ms: float | Sequence[float | None] | None
+    tokenize_us_per_token: float | Sequence[float | None] | None
+    detokenize_us_per_token: float | Sequence[float | None] | None
+    dataset_name: str | Sequence[str | None] | None
+    dataset_path: str | Path | Sequence[str | Path | None] | None
+    num_prompts: int | Sequence[int | None] | None
+    request_count: int | Sequence[int | None] | None
+    max_concurrency: int | Sequence[int | None] | None
+    concurrency: int | Sequence[int | None] | None
+    input_len: int | Sequence[int | None] | None
+    isl: int | Sequence[int | None] | None
+    output_len: int | Sequence[int | None] | None
+    osl: int | Sequence[int | None] | None
+    shared_prefix_len: int | Sequence[int | None] | None
+    session_turns_min: int | Sequence[int | None] | None
+    session_turns_max: int | Sequence[int | None] | None
+    think_time: float | Sequence[float | None] | None
     think_distribution: (
-        Literal["exponential", "constant"] | Sequence[Literal["exponential", "constant"]] | None
+        Literal["exponential", "constant"] | Sequence[Literal["exponential", "constant"] | None] | None
     )
-    rtt_ms: float | Sequence[float] | None
-    priority: int | Sequence[int] | None
-    request_rate: float | Sequence[float] | None
-    burstiness: float | Sequence[float] | None
-    rate_scale: float | Sequence[float] | None
-    ramp_up_strategy: Literal["linear", "exponential"] | Sequence[Literal["linear", "exponential"]] | None
-    ramp_up_start_rps: float | Sequence[float] | None
-    ramp_up_end_rps: float | Sequence[float] | None
-    rate_points: str | Sequence[str] | None
-    daily_curve: str | Sequence[str] | None
-    period: float | Sequence[float] | None
-    duration: float | Sequence[float] | None
+    rtt_ms: float | Sequence[float | None] | None
+    priority: int | Sequence[int | None] | None
+    request_rate: float | Sequence[float | None] | None
+    burstiness: float | Sequence[float | None] | None
+    rate_scale: float | Sequence[float | None] | None
+    ramp_up_strategy: (
+        Literal["linear", "exponential"] | Sequence[Literal["linear", "exponential"] | None] | None
+    )
+    ramp_up_start_rps: float | Sequence[float | None] | None
+    ramp_up_end_rps: float | Sequence[float | None] | None
+    rate_points: str | Sequence[str | None] | None
+    daily_curve: str | Sequence[str | None] | None
+    period: float | Sequence[float | None] | None
+    duration: float | Sequence[float | None] | None
     dataset_order: (
-        Literal["file", "shuffle", "sample"] | Sequence[Literal["file", "shuffle", "sample"]] | None
+        Literal["file", "shuffle", "sample"] | Sequence[Literal["file", "shuffle", "sample"] | None] | None
     )
-    dataset_tokenizer: str | Path | Sequence[str | Path] | None
-    random_input_len: int | Sequence[int] | None
-    random_output_len: int | Sequence[int] | None
-    random_range_ratio: str | Sequence[str] | None
-    random_prefix_len: int | Sequence[int] | None
-    prefix_repetition_num_prefixes: int | Sequence[int] | None
-    prefix_repetition_prefix_len: int | Sequence[int] | None
-    prefix_repetition_suffix_len: int | Sequence[int] | None
-    prefix_repetition_output_len: int | Sequence[int] | None
-    sharegpt_output_len: int | Sequence[int] | None
-    sharegpt_multi_turn: bool | Sequence[bool] | None
-    custom_output_len: int | Sequence[int] | None
-    burstgpt_model: str | Sequence[str] | None
-    mooncake_block_tokens: int | Sequence[int] | None
-    timed_trace_chunk_hash_size: int | Sequence[int] | None
-    timed_trace_sec_multiplier: float | Sequence[float] | None
-    timed_trace_label_timestamp: str | Sequence[str] | None
-    timed_trace_label_input_length: str | Sequence[str] | None
-    timed_trace_label_output_length: str | Sequence[str] | None
-    timed_trace_label_hash_ids: str | Sequence[str] | None
+    dataset_tokenizer: str | Path | Sequence[str | Path | None] | None
+    random_input_len: int | Sequence[int | None] | None
+    random_output_len: int | Sequence[int | None] | None
+    random_range_ratio: str | Sequence[str | None] | None
+    random_prefix_len: int | Sequence[int | None] | None
+    prefix_repetition_num_prefixes: int | Sequence[int | None] | None
+    prefix_repetition_prefix_len: int | Sequence[int | None] | None
+    prefix_repetition_suffix_len: int | Sequence[int | None] | None
+    prefix_repetition_output_len: int | Sequence[int | None] | None
+    sharegpt_output_len: int | Sequence[int | None] | None
+    sharegpt_multi_turn: bool | Sequence[bool | None] | None
+    custom_output_len: int | Sequence[int | None] | None
+    burstgpt_model: str | Sequence[str | None] | None
+    mooncake_block_tokens: int | Sequence[int | None] | None
+    timed_trace_chunk_hash_size: int | Sequence[int | None] | None
+    timed_trace_sec_multiplier: float | Sequence[float | None] | None
+    timed_trace_label_timestamp: str | Sequence[str | None] | None
+    timed_trace_label_input_length: str | Sequence[str | None] | None
+    timed_trace_label_output_length: str | Sequence[str | None] | None
+    timed_trace_label_hash_ids: str | Sequence[str | None] | None
     goodput: Goodput | Several | None
     slo: Several | None
-    seed: int | Sequence[int] | None
-    until: float | Sequence[float] | None
-    fast_forward: bool | Sequence[bool] | None
-    replications: int | Sequence[int] | None
-    strict: bool | Sequence[bool] | None
+    seed: int | Sequence[int | None] | None
+    until: float | Sequence[float | None] | None
+    fast_forward: bool | Sequence[bool | None] | None
+    replications: int | Sequence[int | None] | None
+    strict: bool | Sequence[bool | None] | None
     serve_params: str | Path | None
     bench_params: str | Path | None
     link_vars: str | None
