@@ -315,7 +315,7 @@ class Replica:
         scheduler = self.scheduler
         if plan.chunks or len(plan) != scheduler.num_running or not step_s > 0:
             return 0
-        if plan.num_padding != scheduler.policy.padding(scheduler):
+        if plan.num_padding != scheduler.policy.padding(scheduler) or plan.swap_out or plan.swap_in:
             return 0
         expected = (self.clock.peek() - self.now_s) / step_s
         if expected < 3:
