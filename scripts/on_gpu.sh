@@ -37,7 +37,7 @@ export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$OUT" || exit 2
 : >"$OUT/stages.tsv"
 
-# Limits in seconds sum to about 8 minutes on a GPU.
+# Stages are sized for about 8 minutes in all on a GPU; each limit leaves some room.
 if [[ $DEVICE == cpu ]]; then
   MODEL=${MODEL:-$OUT/model}
   "$PYTHON" scripts/small_model.py --tiny "$OUT/model" || exit 2

@@ -186,3 +186,18 @@ def test_an_odd_head_cannot_be_packed() -> None:
 def test_a_plain_cache_has_two_tensors() -> None:
     k = torch.zeros(1)
     assert LayerCache(k, k).tensors == (k, k)
+
+
+@pytest.mark.parametrize("method", ["ngram", "self"])
+def test_drafts_verified_over_a_quantised_cache_change_no_token(method: str) -> None:
+    model = tiny("int8", "int8_wo")
+    prompts = [[(5 * i + j) % 7 + 1 for j in range(24 + i)] for i in range(4)]
+    sampling = Sampling(max_tokens=20, temperature=0.0, ignore_eos=True)
+    drafting: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "self":
+        drafting["num_layers"] = 2
+    found = []
+    for speculative in (None, drafting):
+        with running(model, speculative=speculative) as engine:
+            found.append([answer.token_ids for (answer,) in complete(engine, prompts, sampling)])
+    assert found[0] == found[1]
