@@ -20,6 +20,7 @@ from experiments.capacity_trial import Promises, Trial
 from experiments.plan_bounds import bounds_of, broken
 from experiments.prices import HOURS_PER_MONTH
 from serving.errors import InfeasibleError, UsageError
+from serving.speculative_config import parse_speculative_config
 from sim.deployment import Built, Deployment, build
 from sim.metrics import Summary, summarise
 from sim.record import RunRecord
@@ -229,8 +230,14 @@ def label(deployment: Deployment) -> str:
         *([f"chunk {d.max_num_batched_tokens}"] if d.max_num_batched_tokens is not None else []),
         *([f"batch {d.max_num_seqs}"] if d.max_num_seqs is not None else []),
         *([d.policy] if d.policy != "chunked" else []),
+        *([_drafts(d)] if d.speculative_config is not None else []),
     ]
     return ", ".join([words, *rest])
+
+
+def _drafts(deployment: Deployment) -> str:
+    config = parse_speculative_config(deployment.speculative_config or {})
+    return f"{config.num_speculative_tokens} drafts by {config.method}"
 
 
 def _replicas(count: int) -> str:

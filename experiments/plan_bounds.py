@@ -48,9 +48,13 @@ def bounds_of(built: Built, workload: Workload) -> Bounds:
     middle = prompt + output / 2
     decode_flops, decode_bytes = pricer.step_work(one, one, none, none, middle)
     step_s = np.maximum(decode_flops / peak, decode_bytes / bandwidth)
+    # Drafts that all stand: so many tokens come of one reading of weights and KV.
+    at_once = 1 + built.limits.num_speculative_tokens
+    if at_once > 1:
+        step_s = np.maximum(decode_flops / peak, decode_bytes / at_once / bandwidth)
     # With company, weights are read for all at once: what is left of a token is its arithmetic and its own KV.
     _, weights = pricer.step_work(one, one, none, none, none)
-    own_bytes = np.maximum(decode_bytes - weights, 0.0) * np.maximum(output - 1, 0)
+    own_bytes = np.maximum(decode_bytes - weights, 0.0) * np.maximum(output - 1, 0) / at_once
     work_s = np.maximum((flops + decode_flops * np.maximum(output - 1, 0)) / peak, own_bytes / bandwidth)
     tpot_s = np.where(output > 1, step_s, np.nan)
     e2el_s = prefill_s + step_s * np.maximum(output - 1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import textwrap
@@ -144,14 +145,33 @@ def _load_flip(plan: Plan) -> str:
     return "With replicas in proportion to the load, another one is cheapest " + "; ".join(found) + "."
 
 
+VLLM_DRAFTING = (
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "draft_sample_method",
+    "disable_by_batch_size",
+    "num_speculative_tokens_per_batch_size",
+)
+"""Keys of --speculative-config that are vLLM's own."""
+
+
 def vllm_command(fleet: Fleet) -> tuple[str, list[str]]:
     """`vllm serve …` of one replica with flags that vLLM has, and what else is to be known; "" where there is none."""
     d = fleet.built.deployment
     remarks = []
     foreign = [
         *([f"--policy {d.policy}"] if d.policy != "chunked" else []),
-        *([f"--scheduling-policy {d.scheduling_policy}"] if d.scheduling_policy in ("sjf", "edf") else []),
+        *(
+            [f"--scheduling-policy {d.scheduling_policy}"]
+            if d.scheduling_policy in ("sjf", "edf", "fair")
+            else []
+        ),
         *([f"--kv-cache-dtype {d.kv_cache_dtype}"] if d.kv_cache_dtype not in ("auto", "fp8") else []),
+        *([f"--kv-eviction {d.kv_eviction}"] if d.kv_eviction != "lru" else []),
+        *([f"--preemption-mode {d.preemption_mode}"] if d.preemption_mode != "recompute" else []),
     ]
     if foreign:
         return "", [f"vLLM has no {', '.join(foreign)}; there is no command to serve this fleet with."]
@@ -180,6 +200,13 @@ def vllm_command(fleet: Fleet) -> tuple[str, list[str]]:
         parts += ["--no-enable-chunked-prefill"]
     if d.enforce_eager:
         parts += ["--enforce-eager"]
+    if d.kv_offloading_size is not None:
+        parts += ["--kv-offloading-size", f"{d.kv_offloading_size:g}"]
+    if d.speculative_config is not None:
+        config = json.loads(str(d.speculative_config))
+        parts += ["--speculative-config", json.dumps({k: v for k, v in config.items() if k in VLLM_DRAFTING})]
+        if left := sorted(set(config) - {*VLLM_DRAFTING, "acceptance"}):
+            remarks.append(f"vLLM's drafting knows no {', '.join(left)}; it is left out.")
     if fleet.replicas > 1:
         remarks.insert(0, f"Start {fleet.replicas} of them behind a {d.router.replace('_', ' ')} router.")
     return shlex.join(parts), remarks

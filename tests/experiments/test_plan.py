@@ -297,3 +297,42 @@ def test_what_cannot_be_is_one_line(flags: list[str], words: str, capsys: pytest
     error = capsys.readouterr().err
     assert words in error, error
     assert error.count("\n") == 1
+
+
+def test_drafting_is_a_candidate_and_its_bound_is_lower() -> None:
+    """Alone on a large model, drafts that mostly stand beat none, and no bound forbids what the plan finds."""
+    config = '{"method": "ngram", "num_speculative_tokens": 4, "acceptance": 0.9}'
+    found = answer_plan(
+        {
+            "model": "llama-3.1-8b",
+            "price": ["h100=2.9"],
+            "tensor_parallel_sizes": ["1"],
+            "dataset_name": "random",
+            "input_len": 256,
+            "output_len": 128,
+            "request_rate": 2.0,
+            "slo": ["p95_tpot:4.5"],
+            "speculative_configs": ["none", config],
+            "num_prompts": 256,
+            "replications": 1,
+        }
+    ).plan
+    assert found.winner is not None
+    assert found.winner.candidate.deployment.speculative_config is not None
+    assert [p.why for p in found.pruned] == ["roofline"] or len(found.pruned) == 1
+    command, _ = vllm_command(found.winner)
+    words = shlex.split(command)
+    drafting = json.loads(words[words.index("--speculative-config") + 1])
+    assert drafting == {"method": "ngram", "num_speculative_tokens": 4}
+    plain, drafted = (
+        bounds_of(build(Deployment(model="llama-3.1-8b", gpu="h100", speculative_config=c)), load_of())
+        for c in (None, config)
+    )
+    assert np.nanmean(drafted.tpot_s) == pytest.approx(np.nanmean(plain.tpot_s) / 5, rel=0.01)
+
+
+def load_of() -> Any:
+    from sim.workload import load_workload
+
+    spec = spec_from_flags({"dataset_name": "random", "input_len": 256, "output_len": 128, "num_prompts": 32})
+    return load_workload(spec, seed=0)

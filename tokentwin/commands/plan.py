@@ -50,6 +50,7 @@ AXES = {
     "policies": "policy",
     "chunks": "max_num_batched_tokens",
     "batches": "max_num_seqs",
+    "speculative_configs": "speculative_config",
 }
 CANDIDATES = tuple(
     Flag(name, kind, text, "Candidates", *rest)
@@ -64,6 +65,8 @@ CANDIDATES = tuple(
         ("policies", list[str], "Batch policies.", (), "that of --policy"),
         ("chunks", list[str], "Values of --max-num-batched-tokens.", (), "the device's default"),
         ("batches", list[str], "Values of --max-num-seqs.", (), "the device's default"),
+        ("speculative_configs", list[str], "Ways to draft as --speculative-config takes them; none drafts nothing.", (),
+         "that of --speculative-config"),
         ("total_gpus", int, "At most this many GPUs in the fleet."),
         ("max_replicas", int, "At most this many replicas.", (), "64"),
         ("top", int, "Fleets to list; a candidate that cannot be among them is left out early.", (), "5"),
@@ -223,7 +226,8 @@ def _axes(given: Mapping[str, Any]) -> dict[str, Sequence[object]]:
     """Values by flag. Raises UsageError where a value is not one, or its single flag is given too."""
     axes: dict[str, Sequence[object]] = {}
     for name, field in AXES.items():
-        values = items(given.get(name))
+        whole = given.get(name) if name == "speculative_configs" else None  # JSON has blanks in it
+        values = ([whole] if isinstance(whole, str) else list(whole)) if whole else items(given.get(name))
         if not values:
             continue
         if name != "models" and field in given:
@@ -233,7 +237,8 @@ def _axes(given: Mapping[str, Any]) -> dict[str, Sequence[object]]:
         if name in ("tensor_parallel_sizes", "chunks", "batches"):
             axes[name] = [_whole(value, name) for value in values]
         else:
-            axes[name] = [None if value == "none" and name == "quantizations" else value for value in values]
+            may_be_none = name in ("quantizations", "speculative_configs")
+            axes[name] = [None if value == "none" and may_be_none else value for value in values]
     axes.setdefault("tensor_parallel_sizes", (1, 2, 4, 8))
     return axes
 
