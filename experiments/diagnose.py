@@ -131,7 +131,9 @@ def diagnose(
     if base.healthy:
         return base
     if run.deployment is None or run.traffic is None:
-        why = "what was deployed is not known; give --model, --gpu and the engine's flags"
+        ours = run.record is not None and run.record.meta.get("real")
+        flags = "--gpu, the profile of its device" if ours else "--model, --gpu and the engine's flags"
+        why = f"what was deployed is not known; give {flags}"
         return replace(base, why_nothing=why)
     if not math.isfinite(judged[0].value_s):
         why = f"{run.lost} requests were lost, so {judged[0].slo.label} has no value to improve"

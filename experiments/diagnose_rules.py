@@ -282,7 +282,7 @@ def _bandwidth(run: Measured, judged: Sequence[Judged], threshold: float) -> Res
     base = at_zero + slope * low
     growth = float(slope * (high - low) / base) if base > 0 else math.inf
     words = (
-        f"TPOT rises by {growth:.0%} from {low:.0f} to {high:.0f} requests in service "
+        f"TPOT changes by {growth:+.0%} from {low:.0f} to {high:.0f} requests in service "
         f"({slope / error:.1f} standard errors)"
     )
     return bool(growth >= threshold and slope > 2 * error), growth, words, ""
@@ -313,7 +313,7 @@ def _stalls(run: Measured, judged: Sequence[Judged], threshold: float) -> Result
     words = f"{what} add {share:.0%} of the time between tokens"
     if run.gaps_s is not None:
         p50, p99 = (float(np.percentile(run.gaps_s, p)) for p in (50, 99))
-        words += f"; P99 of the gaps is {p99 * 1e3:.3g} ms, P50 {p50 * 1e3:.3g} ms"
+        words += f"; P99 of the gaps is {p99 * 1e3:.4g} ms, P50 {p50 * 1e3:.4g} ms"
     return share >= threshold, share, words, ""
 
 

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from calibration.observed import plain_workload
 from calibration.recorded import workload_of
 from calibration.runs_saved import DETAILED, is_bench_json, is_saved_run
+from experiments.results import load_run
 from experiments.saved import load_record
 from serving.errors import UsageError
 from sim.deployment import Deployment
@@ -96,16 +97,19 @@ class Measured:
         return percentile_s(pooled(np.concatenate([values, np.full(self.lost, np.inf)])), slo.percentile)
 
 
-def read_measured(path: str | Path, deployment: Deployment | None = None) -> Measured:
-    """The run at `path`, recognised by what is in it; `deployment` says how a foreign run was served.
+def read_measured(
+    path: str | Path, deployment: Deployment | None = None, *, gpu: str | None = None
+) -> Measured:
+    """The run at `path`, recognised by what is in it.
 
-    Raises `UsageError` for what is none of the formats or cannot be read.
+    `deployment` says how a foreign run was served, `gpu` names the profile of the device that a run of our own engine
+    had. Raises `UsageError` for what is none of the formats or cannot be read.
     """
     from experiments.diagnose_exports import read_export
 
     path = Path(path)
     if is_saved_run(path):
-        return read_folder(path, deployment)
+        return read_folder(path, gpu)
     if path.is_dir():
         raise UsageError(
             f"{path}: not a run folder; it needs run.json and requests.parquet (-o of simulate or run)"
@@ -119,12 +123,26 @@ def read_measured(path: str | Path, deployment: Deployment | None = None) -> Mea
     return read_export(path, deployment)
 
 
-def read_folder(folder: Path, deployment: Deployment | None = None) -> Measured:
+def is_engines(folder: Path) -> bool:
+    """Whether a run folder was left by the real engine, whose device only the user can name."""
+    return bool(load_run(folder).run.get("real"))
+
+
+def read_folder(folder: Path, gpu: str | None = None) -> Measured:
     """A run folder of `simulate -o`, `tt.simulate(...).save` or `run -o`."""
     record = load_record(folder)
-    if deployment is None and record.meta.get("deployment"):
+    deployment = None
+    content: dict[str, Any] = dict(record.meta.get("deployment") or {})
+    if record.meta.get("real"):
+        content |= {
+            "gpu": gpu,
+            "max_num_seqs": record.max_num_seqs,
+            "max_num_batched_tokens": record.max_num_batched_tokens,
+            "num_gpu_blocks_override": record.num_pages + 1,
+        }
+    if content.get("model") and content.get("gpu"):
         try:
-            deployment = Deployment.model_validate(record.meta["deployment"])
+            deployment = Deployment.model_validate(content)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from calibration.runs_saved import is_saved_run
 from experiments.diagnose import diagnose as examine
 from experiments.diagnose_report import diagnosis_json, diagnosis_lines
-from experiments.diagnose_run import read_measured
+from experiments.diagnose_run import is_engines, read_measured
 from serving.errors import UsageError
-from sim.deployment import Deployment
 from sim.slo import parse_slo
 from tokentwin.config_file import configurable
 from tokentwin.flag_tables import DEPLOYMENT, JSON, PROMISES, RUN
@@ -66,7 +66,7 @@ def diagnose(
     Example: tokentwin diagnose runs/demo --slo p95_ttft:300
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    measured = read_measured(run, _deployment(run, given))
+    measured = read_measured(run, **_served(run, given))
     slos = parse_slo(words(given.get("slo")))
     if given.get("fail_on_slo") and not slos and not measured.slos:
         raise UsageError("--fail-on-slo has no effect without an SLO; add one such as --slo p95_ttft:500")
@@ -81,19 +81,25 @@ def diagnose(
     return SLO_MISSED if given.get("fail_on_slo") and not all(j.met for j in found.judged) else 0
 
 
-def _deployment(run: Path, given: dict[str, Any]) -> Deployment | None:
-    """What the flags say was deployed; None without any. Raises UsageError where the run says it itself."""
+def _served(run: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """What the flags say of the deployment, for `read_measured`. Raises UsageError where the run says it itself."""
     names = [name for name in DEPLOYMENT_NAMES if name in given]
-    if not names:
-        return None
-    option = "--" + names[0].replace("_", "-")
-    if (run / "run.json").is_file():
-        meta = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        if isinstance(meta, dict) and meta.get("deployment"):
-            raise UsageError(f"{option} has no effect: {run} says how it was served; leave it out")
-    if "model" not in given:
-        raise UsageError(f"{option} has no effect without --model; say what was served")
-    return make_deployment(given)
+    if is_saved_run(run):
+        real = is_engines(run)
+        for name in names:
+            if not real or name != "gpu":
+                more = "; a run of the engine takes --gpu alone" if real else ""
+                raise UsageError(
+                    f"{_option(name)} has no effect: {run} says how it was served{more}; leave it out"
+                )
+        return {"gpu": given.get("gpu")}
+    if names and "model" not in given:
+        raise UsageError(f"{_option(names[0])} has no effect without --model; say what was served")
+    return {"deployment": make_deployment(given) if names else None}
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 @contextmanager
