@@ -109,8 +109,8 @@ def fleet_rows(record: RunRecord) -> tuple[list[str], list[list[str]]] | None:
         "GPUs",
         "Ready",
         "Requests",
-        "Prompt tokens",
-        "Output tokens",
+        "Prompt tok",
+        "Output tok",
         "Busy",
         "KV",
         "P95 TTFT",
@@ -123,14 +123,14 @@ def fleet_rows(record: RunRecord) -> tuple[list[str], list[list[str]]] | None:
         gpus = f"{facts.gpus_per_replica} × {facts.gpu}"
         rows.append(
             [
-                f"Pool {facts.name}{role}",
+                f"{facts.name}{role}",
                 gpus,
-                f"{pool.ready_mean:.3g} (most {pool.ready_most})",
+                f"{pool.ready_mean:.3g} of {pool.ready_most}",
                 *_cells(pool.share),
             ]
         )
     for index, (name, share) in enumerate(summary.replicas):
-        rows.append([f"Replica {index} ({name})", "", _up(share, record.end_s), *_cells(share)])
+        rows.append([f"{index}: {name}", "", _up(share, record.end_s), *_cells(share)])
     return head, rows
 
 
