@@ -19,6 +19,7 @@ from serving.policies import Chunked, Continuous
 from tests.realengine.engines import EOS, running, smollm2, tiny_model
 from tests.realengine.test_parity import TINY_CACHE, Load, assert_same_plans, record_and_replay
 from tests.realengine.test_smollm2 import prompts
+from tokentwin.server.plain_codec import PlainCodec
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
@@ -146,6 +147,19 @@ def test_a_stop_token_among_accepted_drafts_ends_the_text_there(plain: list[list
     assert engine.recorder.drafts.acceptance_rate > 0.9
 
 
+def test_a_stop_string_among_accepted_drafts_ends_the_text_there() -> None:
+    codec = PlainCodec(61)
+    whole = answers(GREEDY, tokenizer=codec)[0][0]
+    how = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True, stop=(whole.text[7:10],))
+    expected, _ = answers(how, tokenizer=codec)
+    found, _ = answers(how, "draft_model", k=5, draft=tiny_model(), tokenizer=codec)
+    assert [(a.text, a.finish_reason, a.stop_reason) for a in found] == [
+        (a.text, a.finish_reason, a.stop_reason) for a in expected
+    ]
+    assert found[0].finish_reason == "stop"
+    assert found[0].text == whole.text[: whole.text.index(whole.text[7:10])]
+
+
 @pytest.mark.parametrize("longest", [23, 40, 41, 64])
 def test_no_token_past_the_limits(longest: int) -> None:
     prompt = tiny_prompts()[3][:22]
@@ -230,11 +244,11 @@ def smollm2_answers(method: str | None, **limits: Any) -> list[list[int]]:
         assert given is not None
         given["num_layers"] = 24
     draft = first_layers(model, 28) if method == "draft_model" else None
-    how = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
+    how = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
     with running(
         model, tokenizer=source.tokenizer, speculative=given, draft=draft, poison=True, **limits
     ) as engine:
-        found = [answer.token_ids for (answer,) in complete(engine, prompts()[3:], how)]
+        found = [answer.token_ids for (answer,) in complete(engine, prompts()[4:], how)]
     if "num_pages" in limits:
         assert sum(row.preemptions for row in engine.recorder.requests) > 0
     return found
@@ -246,7 +260,7 @@ def test_greedy_text_of_smollm2(written: list[list[int]], method: str) -> None:
 
 
 def test_greedy_text_of_smollm2_preempted_and_chunked(written: list[list[int]]) -> None:
-    limits = {"num_pages": 16, "page_tokens": 8, "max_num_batched_tokens": 30}
+    limits = {"num_pages": 8, "page_tokens": 8, "max_num_batched_tokens": 30}
     assert smollm2_answers("draft_model", **limits) == written
 
 
