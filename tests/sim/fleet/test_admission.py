@@ -75,7 +75,7 @@ def test_a_bounded_queue_is_m_m_1_k(utilisation: float, waiting: int) -> None:
 
 def overload(admission: Admission | None, factor: float = 2.0) -> RunRecord:
     """Requests of 0.1 s each on four seats, `factor` times as many as they can serve."""
-    count = 3000
+    count = 2000
     rng = np.random.default_rng(4)
     workload = make_workload(
         np.cumsum(rng.exponential(1 / (40 * factor), count)).tolist(), [16] * count, [10] * count
