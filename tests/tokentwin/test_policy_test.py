@@ -42,7 +42,7 @@ def failed(found: Conformance) -> dict[str, str]:
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
 def test_policies_that_keep_the_rules_pass(settings: dict[str, str]) -> None:
-    assert failed(check_policy(settings, cases=8)) == {}
+    assert failed(check_policy(settings, cases=6)) == {}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_policy_that_breaks_a_rule_is_told_which(
     name: str, kind: str, words: str, most_requests: int
 ) -> None:
     random.seed(0)  # Dice must differ from run to run, and not from test to test
-    found = check_policy({"policy": f"{BAD}:{name}"}, cases=40)
+    found = check_policy({"policy": f"{BAD}:{name}"}, cases=4 if kind == "starves" else 40)
     assert list(failed(found)) == [kind]
     assert words in failed(found)[kind]
     check = next(c for c in found.checks if c.kind == kind)
