@@ -206,6 +206,11 @@ def _engine(record: RunRecord, s: Summary) -> list[Row]:
         ("KV occupancy, max (%):", _num(s.kv_occupancy_max * 100), ""),
         ("Prefix cache hit rate (%):", _num(s.prefix_hit_rate * 100), "cached / prompt tokens"),
         ("Preemptions:", str(s.preemptions), ""),
+        *(
+            [("Answered before:", str(s.answered_before), "by the response cache")]
+            if s.answered_before
+            else []
+        ),
         ("GPU busy (%):", _num(s.gpu_busy_share * 100), "device time / duration"),
         *utilisation_rows(record),
         ("Engine steps:", str(s.num_steps), ""),

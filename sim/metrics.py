@@ -126,6 +126,8 @@ class Summary:
     warnings: tuple[str, ...]
     errors: int = 0
     """Requests that were let in and failed with their replica, all retries used."""
+    answered_before: int = 0
+    """Requests answered from the response cache, without an engine."""
     drafts: DraftCounts | None = None
     """What became of drafts; None without speculative decoding."""
 
@@ -220,6 +222,7 @@ def summarise(
         max_in_system=peaks[1],
         max_output_tokens_per_s=peaks[2],
         prefix_hit_rate=_share(int(r.cached_tokens[admitted].sum()), prompt_tokens),
+        answered_before=int(np.count_nonzero((r.status == Status.FINISHED) & (r.replica < 0))),
         preemptions=int(r.preemptions.sum()),
         batch_occupancy_mean=occupancy["batch_mean"],
         batch_occupancy_busy=occupancy["batch_busy"],

@@ -72,13 +72,15 @@ def run_world(
     fleet: FleetPlan | None = None,
     watch: Callable[[_World], None] | None = None,
     speculation: Speculation | None = None,
+    response_cache: bool = False,
 ) -> RunRecord:
     """Simulate `workload` until every request has ended, or until `until_s`.
 
     Each replica has a scheduler and a policy of its own; `noise` jitters the device time of its steps. A `fleet` stands
     in for `num_replicas` and `router`; `config` is then that of its first pool.
     KeyboardInterrupt ends the run early: the record then holds what happened so far and is marked `interrupted`.
-    `watch` is told of the world before it runs, for somebody who looks at it from another thread.
+    `watch` is told of the world before it runs, for somebody who looks at it from another thread. With `response_cache`
+    a request that repeats one already answered is answered at once, without an engine.
     """
     world = _World(
         workload,
@@ -94,6 +96,8 @@ def run_world(
         fleet,
         speculation,
     )
+    if response_cache:
+        world.repeats = workload.repeats().tolist()
     if watch is not None:
         watch(world)
     collecting = gc.isenabled()
@@ -187,6 +191,8 @@ class _World:
                 fast_forward=fast_forward,
                 noise=noise,
             )
+        self.repeats: list[int] | None = None
+        """Of each request the first that is the very same, where there is a cache of answers."""
         self._all_done: Event = self.clock.event()
         if len(workload):
             self.clock.process(self._send_on_time())
@@ -227,8 +233,19 @@ class _World:
         """The request joins the server's queue."""
         now_s = self.clock.now
         self.log.queued_s[row] = now_s
+        if self.repeats is not None and self.log.status[self.repeats[row]] == Status.FINISHED:
+            self._answered_before(row, now_s)
+            return
         if not self.router.submit(self._request(row)):
             self._ended(row, now_s + self._way_out_s[row])
+
+    def _answered_before(self, row: int, now_s: float) -> None:
+        """The whole answer comes out of the cache: no engine sees the request, and its replica stays -1."""
+        log = self.log
+        log.scheduled_s[row] = log.prefill_done_s[row] = log.engine_done_s[row] = now_s
+        log.output_tokens[row], log.reason[row] = self._output[row], "length"
+        log.status[row] = int(Status.FINISHED)
+        self._ended(row, now_s + self._way_out_s[row])
 
     def _request(self, row: int) -> Request:
         """A request as the scheduler sees it, at the start of its way."""
@@ -327,6 +344,10 @@ class _World:
         base = np.cumsum([0, *(len(steps_of) for steps_of in logs[:-1])])
         for row, replica_index, first, count, *_ in log.ranges:
             last_token_s[row] = steps.end_s[base[replica_index] + first + count - 1]
+        if self.repeats is not None:
+            done_s, done = np.array(log.engine_done_s), np.array(log.status) == Status.FINISHED
+            cached = done & (np.array(log.replica) < 0)
+            last_token_s[cached] = done_s[cached]
         requests, rows = request_table(
             log,
             prompt_tokens=workload.prompt_tokens,

@@ -51,6 +51,7 @@ class SharedFlags(TypedDict, total=False):
     speculative_config: str | Mapping[str, Any] | Sequence[Any] | None
     semantics: Literal["vllm-0.33", "vllm-2025"] | None
     enforce_eager: bool | None
+    response_cache: str | None
     step_jitter: float | Literal["profile"] | None
     stall_rate: float | None
     stall_ms: float | None
@@ -274,6 +275,7 @@ class SweepFlags(TypedDict, total=False):
     )
     semantics: Literal["vllm-0.33", "vllm-2025"] | Sequence[Literal["vllm-0.33", "vllm-2025"] | None] | None
     enforce_eager: bool | Sequence[bool | None] | None
+    response_cache: str | Sequence[str | None] | None
     step_jitter: float | Literal["profile"] | Sequence[float | Literal["profile"] | None] | None
     stall_rate: float | Sequence[float | None] | None
     stall_ms: float | Sequence[float | None] | None

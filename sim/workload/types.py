@@ -69,6 +69,24 @@ class Workload:
         first[(turn == 0) & ~goes_on] = -1
         return first, turn
 
+    def repeats(self) -> Ints:
+        """For each request the first with the same prompt and length of answer, itself where there is none before.
+
+        A prompt is the same where shared segments cover all of it and are the same.
+        """
+        first: dict[tuple[object, ...], int] = {}
+        out = np.arange(len(self))
+        for row in np.flatnonzero(np.diff(self.segment_offsets) > 0).tolist():
+            lo, hi = int(self.segment_offsets[row]), int(self.segment_offsets[row + 1])
+            prompt, ends = int(self.prompt_tokens[row]), self.segment_ends[lo:hi]
+            if ends[-1] < prompt:
+                continue
+            needed = int(np.searchsorted(ends, prompt)) + 1
+            streams = tuple(self.segment_streams[lo : lo + needed].tolist())
+            key = (prompt, int(self.output_tokens[row]), tuple(ends[: needed - 1].tolist()), streams)
+            out[row] = first.setdefault(key, row)
+        return out
+
     def page_keys(self, row: int, page_tokens: int) -> list[int]:
         """Prefix identity of the full pages of request `row` that may be shared: one int per page, equal
         exactly where the page and everything before it are equal."""

@@ -57,6 +57,7 @@ TWIN_ONLY = (
     "frontend_overhead_ms",
     "tokenize_us_per_token",
     "detokenize_us_per_token",
+    "response_cache",
     "step_jitter",
     "stall_rate",
     "stall_ms",

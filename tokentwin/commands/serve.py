@@ -43,8 +43,6 @@ SERVER: tuple[Flag, ...] = tuple(
         ("load_format", Literal["auto", "dummy"], "Engine: the model's weights, or random ones of its shape.", "auto"),
         ("device", str, "Engine: cuda, cuda:1 or cpu; CUDA where there is one, by default.", None),
         ("time_scale", float, "Twin: simulated seconds per real second; 10 is ten times as fast.", "1"),
-        ("response_cache", str, "Give the same answer again to the same greedy or seeded request: memory, or "
-         "redis://HOST:PORT/0 for several servers. Off by default.", None),
         ("response_cache_entries", int, "Answers that --response-cache memory keeps.", "10000"),
         ("response_cache_ttl", int, "Seconds that --response-cache redis:// keeps an answer.", "86400"),
         ("answer_len", int, "Twin: tokens of an answer to a request that sets no max_tokens.", "256"),
