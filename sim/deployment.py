@@ -78,7 +78,8 @@ class Deployment(BaseModel):
     dtype: str = "bfloat16"
     """Format of weights and activations: bfloat16, float16 or auto."""
     quantization: str | None = None
-    """Weight format: fp8, fp8_block, int8_wo, int4_wo and others that the profile has prices for."""
+    """Weight format: fp8, fp8_block, int8_wo, int4_wo and others that the profile has prices for; by default what the
+    checkpoint's config.json says, or 16 bit."""
     kv_cache_dtype: str = "auto"
     """Format of the KV cache: auto (16 bit), fp8, int8 or int4."""
     kv_cache_recent_tokens: int = Field(default=0, ge=0)
@@ -140,6 +141,9 @@ class Deployment(BaseModel):
     """Which vLLM V1 the scheduler copies: 2025 has no full-prompt gate and queues every freed page last."""
     enforce_eager: bool = False
     """No CUDA graphs."""
+    response_cache: str | None = None
+    """Give the answer again to a request that repeats one (serve: if it is greedy or seeded): memory, or redis://HOST:PORT/0
+    for several servers. Off by default."""
     step_jitter: float | Literal["profile"] | None = None
     """Spread of step times from step to step, in log units: a number, or that of the profile's measurements. Off by
     default; replications for intervals have the profile's."""
@@ -434,6 +438,8 @@ def simulate(
     load_policy(d.policy, **options)  # a wrong name fails before anything runs
     if not len(workload):
         raise UsageError("the workload has no requests; check its filters, or give --num-prompts at least 1")
+    if d.response_cache is not None and not d.response_cache.startswith(("memory", "redis://", "rediss://")):
+        raise UsageError(f"--response-cache {d.response_cache!r}; use memory, or redis://HOST:PORT/0")
     if d.scheduling_policy == "edf" and all(tenant.goodput_ttft_s is None for tenant in workload.tenants):
         raise UsageError(
             "--scheduling-policy edf needs deadlines: set --goodput ttft:MS, or a tenant's goodput in a workload file"
@@ -466,6 +472,7 @@ def simulate(
         options=RouterOptions(seed, d.router_prefix_tokens, d.router_load_factor),
         fleet=fleet,
         speculation=built.speculation_for(seed),
+        response_cache=d.response_cache is not None,
     )
     rejected = record.requests.status == Status.REJECTED
     if rejected.all() and len(rejected) and not record.requests.reason[0].startswith(TOO_MANY):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from toy_runs import queue_run
-
 from sim.saturation import Load, saturation
+from tests.sim.toy_runs import queue_run
 
 LOADS = (0.5, 0.8, 0.95, 1.0, 1.1, 1.5)
 SEEDS = 200

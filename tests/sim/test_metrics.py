@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_runs import toy_run
 
 from sim.latency import STAGES, inter_token_gaps, latencies, latency_stats, pooled, stage_times, token_seconds
 from sim.metrics import slo_outcomes, summarise
 from sim.record import RunRecord, Status, Tenant
 from sim.slo import Goodput, Slo
+from tests.sim.toy_runs import toy_run
 
 
 @pytest.fixture

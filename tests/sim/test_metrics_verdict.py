@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from toy_runs import queue_run, toy_run
 
 from sim.metrics import summarise
 from sim.record import RunRecord
 from sim.saturation import Load, saturation
 from sim.slo import parse_slo
 from sim.verdict import verdict
+from tests.sim.toy_runs import queue_run, toy_run
 
 SEEDS = 60
 
