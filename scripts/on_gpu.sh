@@ -83,9 +83,9 @@ stage calibrate 120 "$PYTHON" -m tokentwin calibrate --device "$DEVICE" --model 
   --budget "$BUDGET" --rounds 1 "${SIZE[@]}" -o "$OUT/profile.json"
 stage quantised 90 "$PYTHON" scripts/quant_profile.py --device "$DEVICE" --model "$MODEL" --budget-s "$QUANT_BUDGET" \
   "${SIZE[@]}" --profile "$OUT/profile.json" -o "$OUT/profile-quantised.json"
-stage live_quantised 60 "$PYTHON" -m tokentwin validate "$OUT/profile-quantised.json" --live --device "$DEVICE" \
+stage live_int4 60 "$PYTHON" -m tokentwin validate "$OUT/profile-quantised.json" --live --device "$DEVICE" \
   --model "$MODEL" --load-format dummy --quantization int4_wo --kv-cache-dtype int8 --sweep-load 0.7 --no-interleave \
-  "${SIZE[@]}" "${TRAFFIC[@]}" -o "$OUT/live-quantised"
+  "${SIZE[@]}" "${TRAFFIC[@]}" -o "$OUT/live-int4"
 INTERLEAVE=--no-interleave
 [[ $DEVICE == cpu ]] && INTERLEAVE=--interleave
 stage live 150 "$PYTHON" -m tokentwin validate "$OUT/profile.json" --live --device "$DEVICE" --model "$MODEL" \

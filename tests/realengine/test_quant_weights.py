@@ -358,3 +358,25 @@ def test_fp8_folders_are_read(tmp_path: Path) -> None:
         assert packing.holds(held, "a.weight")
         assert torch.equal(packing.matrix(held, "a.weight").dense(), dense)
     assert not packing.holds(Held({"a.weight": weight}), "a.weight")
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_two_ranks_of_a_quantised_folder_add_up(method: str, tmp_path: Path) -> None:
+    """Column-cut products of both ranks sum to the whole; row-cut ones are its parts."""
+    config = {"quant_method": method, "bits": 4, "group_size": 32, "version": "gemm"}
+    write_quantised(SOURCE, tmp_path, config, 32)
+    found = find_model(tmp_path)
+
+    def layer(ranks: TensorParallel) -> Any:
+        model = load(found, device=CPU, dtype=torch.float32, max_positions=64, ranks=ranks)
+        return model.weights.layers[1]
+
+    whole, halves = layer(TensorParallel()), [layer(TensorParallel(rank, 2)) for rank in (0, 1)]
+    x = torch.randn(3, SHAPE.intermediate_size)
+    cut = x.chunk(2, dim=1)
+    torch.testing.assert_close(sum(half.down(c) for half, c in zip(halves, cut, strict=True)), whole.down(x))
+    x = torch.randn(3, SHAPE.hidden_size)
+    gate, up = whole.gate_up(x).chunk(2, dim=1)
+    for rank, half in enumerate(halves):
+        expected = torch.cat((gate.chunk(2, dim=1)[rank], up.chunk(2, dim=1)[rank]), dim=1)
+        torch.testing.assert_close(half.gate_up(x), expected)
