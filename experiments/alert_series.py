@@ -75,7 +75,7 @@ def gauge(record: RunRecord, metric: str) -> StepFunction:
     s = record.steps
     if metric == "kv_usage":
         held_pages = over_replicas(s, s.used_pages)
-        pages = max(record.num_pages * record.num_replicas, 1)
+        pages = max(record.total("num_pages"), 1)
         return StepFunction(held_pages.times_s, held_pages.values / pages)
     return over_replicas(s, s.num_running if metric == "running" else s.num_waiting)
 

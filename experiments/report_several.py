@@ -170,7 +170,7 @@ def over_time(runs: Sequence[Opened], names: Sequence[str]) -> Any:
     longest = max(clocks, key=lambda at: at.to_s - at.from_s)
     for style, name, run, at in zip(styles(), names, runs, clocks, strict=False):
         record = run.record
-        pages = max(record.num_pages * max(record.num_replicas, 1), 1)
+        pages = max(record.total("num_pages"), 1)
         shown = (
             (in_system(record), 1.0),
             (over_replicas(record.steps, record.steps.used_pages), 100 / pages),

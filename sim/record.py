@@ -180,6 +180,13 @@ class RunRecord:
         from_s = float(self.requests.sent_s.min())
         return self.fleet.serving_s(from_s + duration_s) - self.fleet.serving_s(from_s)
 
+    def total(self, name: str) -> int:
+        """A limit such as num_pages summed over all replicas that ever were."""
+        if self.fleet is None:
+            limit: int = getattr(self, name)
+            return limit * max(self.num_replicas, 1)
+        return int(self.fleet.per_replica(name).sum())
+
     def limit_at_steps(self, name: str) -> int | Ints:
         """A limit such as max_num_seqs, of the replica that ran each step where replicas differ."""
         if self.fleet is None:
