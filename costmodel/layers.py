@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from costmodel.experts import Routing
 from costmodel.formats import GemmFormat, hardware
 from costmodel.kernels import Hardware
 from costmodel.model import Gemm, ModelShape
@@ -60,10 +61,29 @@ def monotone(values: Floats, axis: int = -1) -> Floats:
 
 
 class LinearLayers:
-    """Seconds of all layers' token-wise work on one rank of a tensor-parallel group."""
+    """Seconds of all layers' token-wise work on one rank of a tensor-parallel group.
 
-    def __init__(self, model: ModelShape, profile: DeviceProfile, tp: int, fmt: GemmFormat) -> None:
+    `overlap` is the share of a layer's collectives that hides behind its other work. `routing` spreads tokens over
+    experts. Of a pipeline only the first stage embeds and only the last has the last norm and the head.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        profile: DeviceProfile,
+        tp: int,
+        fmt: GemmFormat,
+        *,
+        overlap: float = 0.0,
+        routing: Routing | None = None,
+        first_stage: bool = True,
+        last_stage: bool = True,
+    ) -> None:
         self._model, self._tp = model, tp
+        self._overlap, self._first, self._last = overlap, first_stage, last_stage
+        self._routing = routing or (
+            Routing(model.num_experts, model.experts_per_token) if model.num_experts else None
+        )
         self.notes: list[str] = []
         self._hw = hardware(profile.facts, fmt)
         self._hw16 = hardware(profile.facts)
@@ -131,11 +151,19 @@ class LinearLayers:
             layer = layer + self._elementwise.seconds((width,), tokens) * (
                 2.0 if name == "layernorm" else 1.0
             )
-        ends = self._elementwise.seconds((embedding_bytes(model),), tokens)
-        ends = ends + self._elementwise.seconds((final_norm_bytes(model),), tokens)
+        ends = np.zeros(())
+        if self._first:
+            ends = self._elementwise.seconds((embedding_bytes(model),), tokens)
+        if self._last:
+            ends = ends + self._elementwise.seconds((final_norm_bytes(model),), tokens)
         if tp > 1:
             reduce_s = self._all_reduce.seconds((tp,), tokens * model.hidden_size * 2.0)
-            layer, ends = layer + 2.0 * reduce_s, ends + reduce_s
+            collectives = 2.0 * reduce_s
+            if self._overlap:
+                collectives = collectives - np.minimum(self._overlap * collectives, layer)
+            layer = layer + collectives
+            if self._first:
+                ends = ends + reduce_s
         return np.asarray(layer * model.num_layers + ends)
 
     def eager_seconds(self, tokens: Floats) -> Floats:
@@ -143,12 +171,11 @@ class LinearLayers:
         return np.maximum(self.seconds(tokens), self.num_kernels() * self._launch_s)
 
     def _experts(self, tokens: Floats) -> Floats:
-        """Routed experts; with random routing a token set touches E(1 - (1 - k/E)^T) distinct ones."""
+        """Routed experts: slices of all of them, or under expert parallelism the rank with the most to do."""
         model = self._model
-        total, chosen = float(model.num_experts), float(model.experts_per_token)
-        touched = total * (1.0 - (1.0 - chosen / total) ** tokens)
-        width = model.intermediate_size / self._tp
-        rows = tokens * chosen
+        assert self._routing is not None
+        rows, touched = self._routing.on_busiest_rank(tokens)
+        width = model.intermediate_size / (self._tp if self._routing.num_ranks == 1 else 1)
         seconds = self._moe.seconds((model.hidden_size, width), rows, touched)
         weights = touched * 3.0 * model.hidden_size * width
         flops = 6.0 * rows * model.hidden_size * width
@@ -160,6 +187,8 @@ class LinearLayers:
     def head_seconds(self, rows: Floats) -> Floats:
         """LM head (16 bit), gathering of logits and sampling for `rows` sequences."""
         model, tp = self._model, self._tp
+        if not self._last:
+            return np.zeros_like(rows)
         seconds = self._product(model.lm_head_gemm(tp), rows, self._gemm16, self._hw16)
         if tp > 1:
             # A gather moves each rank's share once: half of what an all-reduce of the same bytes moves.

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodel.attention import Attention, DecodeCurve
+from costmodel.experts import Routing
 from costmodel.formats import gemm_format, kv_format
 from costmodel.kernels import MIXED_QUERY_TILE
 from costmodel.layers import LinearLayers, monotone
@@ -42,7 +43,8 @@ class StepPricer:
     """Prices of steps of `model` on `tensor_parallel_size` devices of `profile`.
 
     Raises `UsageError` for an unknown dtype, quantisation or KV format, or a model that does not divide among
-    ranks.
+    ranks. `collective_overlap` is the share of a layer's all-reduces that hides behind its other work: 0 is what vLLM does.
+    Of a pipeline's stages only the first embeds, and only the last has the head.
     """
 
     def __init__(
@@ -58,6 +60,11 @@ class StepPricer:
         max_num_batched_tokens: int = 8192,
         max_num_seqs: int = 1024,
         cuda_graphs: bool = True,
+        collective_overlap: float = 0.0,
+        expert_load_imbalance: float = 1.0,
+        enable_expert_parallel: bool = False,
+        first_stage: bool = True,
+        last_stage: bool = True,
     ) -> None:
         if max_num_batched_tokens < 1 or max_num_seqs < 1:
             raise UsageError("--max-num-batched-tokens and --max-num-seqs must be at least 1")
@@ -68,7 +75,20 @@ class StepPricer:
         self._format = gemm_format(dtype, quantization)
         kv = kv_format(kv_cache_dtype)
         self._kv_bytes = kv.element_bytes(model.head_dim)
-        self._linear_layers = LinearLayers(model, profile, tensor_parallel_size, self._format)
+        routing = None
+        if model.num_experts:
+            ranks = tensor_parallel_size if enable_expert_parallel else 1
+            routing = Routing(model.num_experts, model.experts_per_token, expert_load_imbalance, ranks)
+        self._linear_layers = LinearLayers(
+            model,
+            profile,
+            tensor_parallel_size,
+            self._format,
+            overlap=collective_overlap,
+            routing=routing,
+            first_stage=first_stage,
+            last_stage=last_stage,
+        )
         self._attention = Attention(
             model,
             profile,

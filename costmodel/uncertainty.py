@@ -24,6 +24,7 @@ import numpy.typing as npt
 from costmodel.formats import GEMM_FORMATS, attention_fit, gemm_format, hardware, kv_format
 from costmodel.layers import elementwise_bytes
 from costmodel.model import ModelShape
+from costmodel.pipeline import PipelinePricer
 from costmodel.predict import Kernel
 from costmodel.profile import DeviceProfile, KernelFit
 
@@ -152,6 +153,26 @@ class PerturbedPricer:
         linear = self.base.step_s(num_decodes, num_decodes, (), 0, 0, 0)
         by = self.factors
         return np.asarray(by.engine * (by.linear * linear + by.decode * (total - linear)))
+
+    def stage_s(
+        self,
+        num_tokens: int,
+        num_sampled: int,
+        prefills: Sequence[tuple[int, int]],
+        num_decodes: int,
+        decode_context_sum: int,
+        decode_context_max: int,
+    ) -> list[float]:
+        """As `PipelinePricer.stage_s`."""
+        assert isinstance(self.base, PipelinePricer)
+        step = (num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max)
+        kinds = [PerturbedPricer(kind, self.factors).step_s(*step) for kind in self.base.kinds]
+        return [kinds[kind] for kind in self.base.kind_of]
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """As `PipelinePricer.transfer_s`: a datasheet's figure, no group's."""
+        assert isinstance(self.base, PipelinePricer)
+        return self.base.transfer_s(num_tokens)
 
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         """As `StepPricer.host_s`."""

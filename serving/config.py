@@ -30,6 +30,8 @@ class SchedulerConfig:
     reserve_full_isl: bool = True
     watermark: float = 0.0
     async_scheduling: bool = False
+    pipeline_parallel_size: int = 1
+    """Stages of a pipeline: as many steps are in flight at once, and a sequence is in at most one that samples."""
     num_speculative_tokens: int = 0
     draft_has_kv: bool = False
     """The drafter is a model with KV of its own: k look-ahead slots and one drafting slot of the input budget."""
@@ -66,6 +68,14 @@ class SchedulerConfig:
             raise UsageError(
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold}; use 0 (off) or more tokens"
             )
+        if self.pipeline_parallel_size < 1:
+            raise UsageError(
+                f"pipeline_parallel_size is {self.pipeline_parallel_size}; it must be at least 1"
+            )
+        if self.pipelined and (self.async_scheduling or self.num_speculative_tokens):
+            raise UsageError(
+                "pipeline_parallel_size above 1 goes with neither async_scheduling nor num_speculative_tokens"
+            )
         if not 0.0 <= self.watermark < 1.0:
             raise UsageError(
                 f"watermark is {self.watermark}; it is a share of the pages, 0 or more and below 1"
@@ -97,6 +107,11 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; verifying "
                 f"{self.num_speculative_tokens} draft tokens takes at least {least}"
             )
+
+    @property
+    def pipelined(self) -> bool:
+        """Steps pass the stages of a pipeline, several at a time."""
+        return self.pipeline_parallel_size > 1
 
     @property
     def lookahead_tokens(self) -> int:

@@ -32,7 +32,8 @@ class Scheduler:
     """One engine's scheduler.
 
     `plan(now_s)` allocates pages and chooses victims; `commit` takes the step's outcome. With asynchronous scheduling
-    one more plan may be made before the first is committed. `queue` replaces the order named in `config`.
+    one more plan may be made before the first is committed, with a pipeline as many plans as it has stages, and they are
+    committed in order. `queue` replaces the order named in `config`.
     """
 
     def __init__(
@@ -173,13 +174,13 @@ class Scheduler:
         if plan is None:
             return None
         self.num_planned += 1
-        if self.config.async_scheduling and len(plan):
+        if (self.config.async_scheduling or self.config.pipelined) and len(plan):
             self.in_flight.append(plan)
         return plan
 
     def commit(self, plan: StepPlan, outcome: StepOutcome = ONE_EACH) -> list[Request]:
         """Append the step's tokens; returns the requests that finished, in row order."""
-        if self.config.async_scheduling:
+        if self.config.async_scheduling or self.config.pipelined:
             assert self.in_flight[0] is plan, "steps are committed in the order of planning"
             del self.in_flight[0]
         if outcome.counts is None and outcome.tokens is None and outcome.stopped is None and not self._stale:
@@ -187,7 +188,7 @@ class Scheduler:
         else:
             finished = self._commit_rows(plan, outcome)
         if self._cooling:
-            self._cool(plan.index)
+            self._cool()
         return finished
 
     def _commit_one_each(self, plan: StepPlan) -> list[Request]:
@@ -200,7 +201,7 @@ class Scheduler:
         if seqs.num_keyed and self.config.async_scheduling:
             # A page filled by a token in flight is published when the token arrives.
             seqs.publish_full(slots, seqs.computed[slots] - (seqs.target[slots] - known))
-        if seqs.ends_in > 0 and not self.config.num_speculative_tokens:
+        if seqs.ends_in > 0 and not self.config.num_speculative_tokens and not self.config.pipelined:
             return []
         done = known >= seqs.finish[slots]
         finished = [self._finish(slot, "length") for slot in slots[done].tolist()] if done.any() else []
@@ -215,7 +216,11 @@ class Scheduler:
         measured = self.draft_lengths if self.draft_lengths.measures else None
         padded = {a.request for a in plan.admitted} if measured is not None else ()
         for row, slot in enumerate(plan.slots.tolist()):
-            stale = self._stale.pop(slot, None)
+            stale = self._stale.get(slot)
+            if stale is not None:
+                stale.stale_tokens -= int(plan.num_new[row])
+                if not stale.stale_tokens:
+                    del self._stale[slot]
             request = stale if stale is not None else seqs.requests[slot]
             if request is None or request.done:
                 continue
@@ -227,7 +232,6 @@ class Scheduler:
             else:
                 count = int(sampled[row])
             if stale is not None:
-                request.stale_tokens = 0
                 if self._append_stale(request, count, tokens, _stopped(outcome, row)):
                     finished.append(request)
                 continue
@@ -356,11 +360,11 @@ class Scheduler:
             self.seqs.reuse(slot)
         return request
 
-    def _cool(self, committed: int) -> None:
+    def _cool(self) -> None:
         """Slots become reusable once the last step planned before they were vacated is committed."""
         keep = []
         for planned, slot in self._cooling:
-            if committed + 1 >= planned:
+            if not self.in_flight or self.in_flight[0].index >= planned:
                 self.seqs.reuse(slot)
             else:
                 keep.append((planned, slot))

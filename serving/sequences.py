@@ -30,7 +30,8 @@ class Sequences:
     def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
         self.config = config
         self.pool = pool
-        num_slots = config.max_num_seqs * (2 if config.async_scheduling else 1)
+        in_flight = config.pipeline_parallel_size if config.pipelined else int(config.async_scheduling)
+        num_slots = config.max_num_seqs * (1 + in_flight)
         longest = min(config.max_model_len, config.num_pages * config.page_tokens)
         longest += config.lookahead_tokens + config.num_speculative_tokens + 1
         self.computed: Counts = np.zeros(num_slots, np.int64)

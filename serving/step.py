@@ -157,6 +157,11 @@ class Step:
             if not live.all():
                 # The last token of the others is in flight: another step would be wasted.
                 slots, computed = slots[live], computed[live]
+        if config.pipelined:
+            # The next token of the others is on its way through the stages.
+            wants = seqs.target[slots] > computed
+            if not wants.all():
+                slots, computed = slots[wants], computed[wants]
         rows = len(slots)
         if not rows:
             return True
@@ -438,7 +443,7 @@ class Step:
             admitted=self._admitted,
             preempted=self.preempted,
             truncated=self.truncated,
-            starved=self._starved(slots) if len(slots) < len(seqs.order) else [],
+            starved=self._starved(slots) if len(slots) < len(seqs.order) and not self.config.pipelined else [],
             num_running=len(seqs.order),
             num_waiting=len(self.scheduler.waiting),
             used_pages=self.scheduler.used_pages,

@@ -22,6 +22,7 @@ from serving.scheduler import Scheduler
 from sim.clock import STEP, Clock
 from sim.log import RequestLog, StepLog
 from sim.noise import NoiseStream
+from sim.pipeline import serve_pipeline
 from sim.record import Floats, Status
 from sim.speculation import Speculation
 
@@ -93,6 +94,8 @@ class Replica:
         self.process = clock.process(self._loop())
 
     def _loop(self) -> Generator[Event, object, None]:
+        if self.scheduler.config.pipelined:
+            return serve_pipeline(self)
         return self._serve_async() if self.scheduler.config.async_scheduling else self._serve()
 
     # ---- failures ------------------------------------------------------------------------------------------
@@ -394,7 +397,7 @@ class Replica:
     def _close(self, request: Request, num_tokens: int) -> None:
         """Write down the tokens of `request` since its last range, which lie in consecutive steps."""
         row = self._row(request)
-        if self._speculator is not None:
+        if self._speculator is not None or self.scheduler.config.pipelined:
             if (last := self._open.pop(row, None)) is not None:
                 self._requests.ranges.append((row, self.index, *last))
             return
@@ -459,19 +462,21 @@ class Replica:
         """Draw which drafts stand, and write down how many tokens each request got."""
         assert self._speculator is not None
         outcome, rows, given = self._speculator.outcome(plan, self.scheduler)
-        log, last = self._requests, self._open
         for request, count in zip(rows, given.tolist(), strict=True):
-            if request is None or not count:
-                continue
-            row = self._row(request)
-            log.output_tokens[row] += count
-            if (before := last.get(row)) is not None:
-                if before[2] == count and before[0] + before[1] == step:
-                    last[row] = (before[0], before[1] + 1, count)
-                    continue
-                log.ranges.append((row, self.index, *before))
-            last[row] = (step, 1, count)
+            if request is not None and count:
+                self.give(request, step, count)
         return self.scheduler.commit(plan, outcome)
+
+    def give(self, request: Request, step: int, count: int = 1) -> None:
+        """Write down `count` tokens of a step for a request whose tokens need not lie one in each step."""
+        log, last, row = self._requests, self._open, self._row(request)
+        log.output_tokens[row] += count
+        if (before := last.get(row)) is not None:
+            if before[2] == count and before[0] + before[1] == step:
+                last[row] = (before[0], before[1] + 1, count)
+                return
+            log.ranges.append((row, self.index, *before))
+        last[row] = (step, 1, count)
 
     @property
     def drafts(self) -> DraftCounts | None:
@@ -485,3 +490,6 @@ class Replica:
             produced = int(seqs.known[request.slot]) - request.prompt_tokens
             if produced > 0 and self._row(request) in self._starts:
                 self._close(request, request.prompt_tokens + produced)
+        # Tokens that arrived after their request was preempted.
+        self._requests.ranges += [(row, self.index, *last) for row, last in self._open.items()]
+        self._open = {}

@@ -90,10 +90,10 @@ class Engine:
         return request
 
     def step(self) -> Decisions:
-        """Plan a step; commit its outputs, or under asynchronous scheduling those of the step before."""
+        """Plan a step; commit its outputs, or those of the oldest in flight when as many are as the engine allows."""
         decided = self.plan()
         scheduled = bool(decided.sched)
-        depth = 2 if self.config.async_scheduling else 1
+        depth = 2 if self.config.async_scheduling else self.config.pipeline_parallel_size
         if len(self.in_flight) >= depth or (self.in_flight and not scheduled):
             decided.finished = self.commit()
         return decided

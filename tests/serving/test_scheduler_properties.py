@@ -102,9 +102,10 @@ def drive(engine: Engine, load: list[Arrival], limit: int = 4000) -> list[Any]:
                 engine.scheduler.check()
         decided = engine.step()
         history.append(decided)
-        # Some token is scheduled unless nobody is there; with a step in flight, at the latest one step later.
+        # Some token is scheduled unless nobody is there; with steps in flight, at the latest when they are committed.
         empty = 0 if decided.sched or not engine.scheduler.num_unfinished else empty + 1
-        assert empty <= (2 if engine.config.async_scheduling else 1), "requests wait and nothing is scheduled"
+        in_flight = 2 if engine.config.async_scheduling else engine.config.pipeline_parallel_size
+        assert empty <= in_flight, "requests wait and nothing is scheduled"
         if step > 25 and not engine.scheduler.num_unfinished and not engine.in_flight:
             return history
     raise AssertionError(f"requests {decided.running} and {decided.waiting} are not done after {limit} steps")
