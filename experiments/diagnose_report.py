@@ -69,7 +69,10 @@ def _rule(f: Finding, mark: str) -> list[str]:
         return _wrap(f"- {f.rule}: {f.evidence}")
     sign = "≥" if (f.value or 0.0) >= f.threshold else "<"
     value = 0.0 if f.value is None or abs(f.value) < 5e-4 else f.value
-    head = f"{mark if f.fired else ' '} {f.rule}: {f.statistic} {value:.3g} {sign} {f.threshold:.3g}"
+    shown, limit = f"{value:.3g}", f"{f.threshold:.3g}"
+    if shown == limit:
+        shown = f"{value:.6g}"
+    head = f"{mark if f.fired else ' '} {f.rule}: {f.statistic} {shown} {sign} {limit}"
     points = f" → {f.means}" if f.fired else ""
     return _wrap(f"{head}{points}. {_capital(f.evidence)}.")
 

@@ -183,7 +183,7 @@ def _share(
     if not at.stages:
         return _missing(f"{run.source} has no queue times"), None
     share = at.stages[stage]
-    words = f"{STAGE_WORDS[stage]} takes {share:.0%} of {at.slo.metric.upper()} around {at.slo.label}"
+    words = f"{share:.0%} of {at.slo.metric.upper()} around {at.slo.label} is {STAGE_WORDS[stage]}"
     return (share >= threshold, share, words, ""), at
 
 
