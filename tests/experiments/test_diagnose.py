@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.diagnose import Diagnosis, diagnose
+from experiments.diagnose_changes import Change
 from experiments.diagnose_report import diagnosis_lines
 from experiments.diagnose_run import from_columns, read_measured
 from experiments.diagnose_stats import Exponent, decode_split, growth_exponent, shared_share, tail_rows
@@ -103,12 +104,15 @@ def test_no_change_on_the_server_cures_the_network() -> None:
     assert d.why_nothing == "nothing on the server cures this"
 
 
-def test_where_nothing_helps_nothing_is_proposed() -> None:
-    # A TPOT below what any change gives is missed after all of them, yet proposed where it gets better; a promise that
-    # is kept by far under an overload that nothing relieves is not improved by any.
-    d = diagnose(read_measured(folder("healthy")), parse_slo(["p95_e2el:1"]), replications=3, jobs=1)
-    assert all(trial.effect is not None and trial.effect.high < 0 for trial in d.proposed)
-    assert not any(trial.helps and trial in d.proposed for trial in d.rejected)
+def test_where_nothing_tried_helps_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One request a second never needs a second seat, so that more of them change nothing.
+    more_seats = Change({"max_num_seqs": 2048}, "floor", words="more seats")
+    monkeypatch.setattr("experiments.diagnose.changes_for", lambda findings, patient: (more_seats,))
+    d = diagnose(read_measured(folder("floor")), replications=3, jobs=1)
+    assert d.proposed == ()
+    (trial,) = d.rejected
+    assert trial.after_s == trial.before_s
+    assert "Nothing tried helps." in diagnosis_lines(d)
 
 
 def test_without_an_slo_the_chat_preset_stands_in() -> None:
