@@ -13,10 +13,12 @@ from realengine.draft_lookahead import LookaheadDrafter
 from realengine.draft_model import first_layers
 from realengine.draft_ngram import find
 from realengine.generation import Sampling
+from realengine.kernels import operators
 from realengine.models import Model
+from realengine.ops import KernelOps, rotary_tables
 from serving.errors import UsageError
 from serving.policies import Chunked, Continuous
-from tests.realengine.engines import EOS, running, smollm2, tiny_model
+from tests.realengine.engines import CPU, EOS, running, smollm2, tiny_model
 from tests.realengine.test_parity import TINY_CACHE, Load, assert_same_plans, record_and_replay
 from tests.realengine.test_smollm2 import prompts
 from tokentwin.server.plain_codec import PlainCodec
@@ -227,6 +229,24 @@ def test_the_twin_repeats_every_plan_of_a_run_with_drafts(method: str, limits: d
     ranges = [(row.output_tokens, row.ranges, row.per_step) for row in engine.recorder.requests]
     for tokens, steps, several in ranges:
         assert tokens == sum(count * n for (_, count), n in zip(steps, several, strict=True))
+
+
+@each_drafter
+def test_the_operators_of_a_gpu_give_the_same_text(plain: list[list[int]], method: str) -> None:
+    """The layout of batches that the CUDA kernels take, through their references."""
+
+    def on_kernels(model: Model) -> Model:
+        shape, rope = model.architecture.shape, model.architecture.rope
+        ops = KernelOps(*rotary_tables(rope, shape.head_dim, 256, CPU), operators("cpu"))
+        return Model(model.architecture, model.weights, ops)
+
+    draft = on_kernels(tiny_draft()) if method == "draft_model" else None
+    given = speculation(method)
+    with running(
+        on_kernels(tiny_model()), speculative=given, draft=draft, max_num_batched_tokens=40
+    ) as engine:
+        found = [answer for (answer,) in complete(engine, tiny_prompts(), GREEDY)]
+    assert [answer.token_ids for answer in found] == plain
 
 
 # ---- SmolLM2 ---------------------------------------------------------------------------------------------------------
