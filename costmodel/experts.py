@@ -63,7 +63,7 @@ class Routing:
         if self.imbalance == 1.0:
             total, each = float(self.num_experts), float(self.experts_per_token)
             return np.asarray(total * (1.0 - (1.0 - each / total) ** tokens))
-        return self._touched(self.chosen, tokens).sum(axis=-1)
+        return np.asarray(self._touched(self.chosen, tokens).sum(axis=-1))
 
     def on_busiest_rank(self, tokens: Floats) -> tuple[Floats, Floats]:
         """(rows, distinct experts) expected on the rank that has the most of each, of `tokens` tokens."""

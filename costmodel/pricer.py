@@ -43,7 +43,7 @@ class StepPricer:
     """Prices of steps of `model` on `tensor_parallel_size` devices of `profile`.
 
     Raises `UsageError` for an unknown dtype, quantisation or KV format, or a model that does not divide among
-    ranks. `collective_overlap` is the share of a layer's all-reduces that hides behind its other work: 0 is what vLLM does.
+    ranks. `collective_overlap` is the share of a layer's all-reduces hidden behind its other work.
     Of a pipeline's stages only the first embeds, and only the last has the head.
     """
 

@@ -200,7 +200,7 @@ def _split(p: Patient) -> Tried:
     if d.pools:
         return
     tp = d.tensor_parallel_size * 2
-    more = d.tensor_parallel_size * d.data_parallel_size
+    more = d.gpus_per_replica * d.data_parallel_size
     yield {"tensor_parallel_size": tp}, f"tensor parallel over {tp} devices", "hardware", _gpus(more)
 
 
@@ -211,7 +211,7 @@ def _replica(p: Patient) -> Tried:
     fields: dict[str, Any] = {"data_parallel_size": d.data_parallel_size + 1}
     if d.router == "round_robin":
         fields["router"] = "least_outstanding"
-    yield fields, f"{d.data_parallel_size + 1} replicas", "hardware", _gpus(d.tensor_parallel_size)
+    yield fields, f"{d.data_parallel_size + 1} replicas", "hardware", _gpus(d.gpus_per_replica)
 
 
 def _gpus(count: int) -> str:

@@ -45,7 +45,7 @@ class Candidate:
     @property
     def usd_per_hour(self) -> float:
         """Of one replica."""
-        return self.deployment.tensor_parallel_size * self.usd_per_gpu_hour
+        return self.deployment.gpus_per_replica * self.usd_per_gpu_hour
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Fleet:
 
     @property
     def gpus(self) -> int:
-        return self.replicas * self.candidate.deployment.tensor_parallel_size
+        return self.replicas * self.candidate.deployment.gpus_per_replica
 
     @property
     def usd_per_hour(self) -> float:
@@ -222,7 +222,9 @@ def make_plan(
 def label(deployment: Deployment) -> str:
     """One replica, such as "h200 TP2 llama-3.1-70b fp8, kv fp8, chunk 4096"; what is default is left out."""
     d = deployment
-    words = f"{d.gpu} {f'TP{d.tensor_parallel_size} ' if d.tensor_parallel_size > 1 else ''}{d.model}"
+    ranks = f"TP{d.tensor_parallel_size} " if d.tensor_parallel_size > 1 else ""
+    ranks += f"PP{d.pipeline_parallel_size} " if d.pipeline_parallel_size > 1 else ""
+    words = f"{d.gpu} {ranks}{'EP ' if d.enable_expert_parallel else ''}{d.model}"
     if d.quantization is not None:
         words += f" {d.quantization}"
     rest = [
@@ -277,7 +279,7 @@ def _build(candidate: Candidate, pruned: list[Pruned]) -> Built | None:
 def _most_replicas(candidate: Candidate, most_usd: float, max_replicas: int, total_gpus: int | None) -> int:
     most = max_replicas
     if total_gpus is not None:
-        most = min(most, total_gpus // candidate.deployment.tensor_parallel_size)
+        most = min(most, total_gpus // candidate.deployment.gpus_per_replica)
     if math.isfinite(most_usd):
         most = min(most, math.floor(most_usd / candidate.usd_per_hour * (1 + 1e-9)))
     return most

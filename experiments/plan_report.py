@@ -179,6 +179,10 @@ def vllm_command(fleet: Fleet) -> tuple[str, list[str]]:
     parts = ["vllm", "serve", repository(d.model)]
     if d.tensor_parallel_size > 1:
         parts += ["--tensor-parallel-size", str(d.tensor_parallel_size)]
+    if d.pipeline_parallel_size > 1:
+        parts += ["--pipeline-parallel-size", str(d.pipeline_parallel_size)]
+    if d.enable_expert_parallel:
+        parts.append("--enable-expert-parallel")
     if d.dtype not in ("bfloat16", "auto"):
         parts += ["--dtype", d.dtype]
     if d.quantization in VLLM_QUANTIZATION:

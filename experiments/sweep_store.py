@@ -177,7 +177,11 @@ class Store:
         result = dict(outcome.result or {})
         if result:
             fleet = result.get("sim_fleet") or {}
-            one = result["tensor_parallel_size"] * result["data_parallel_size"]
+            one = (
+                result["tensor_parallel_size"]
+                * result["pipeline_parallel_size"]
+                * result["data_parallel_size"]
+            )
             result["num_gpus"] = fleet.get("num_gpus", one)
             result["output_throughput_per_gpu"] = result["output_throughput"] / result["num_gpus"]
         return {

@@ -32,6 +32,7 @@ from sim.fleet.build import FLEET_FIELDS, build_pools, check_fleet, fleet_plan, 
 from sim.fleet.spec import Autoscaler, ColdStart, Failures, KvTransfer, Pool, parse_structured
 from sim.jitter import step_noise
 from sim.noise import StepNoise
+from sim.pipeline_build import check_parallel, make_pricer
 from sim.record import RunRecord, Status
 from sim.replica import Pricer
 from sim.router import RouterOptions
@@ -54,6 +55,14 @@ class Deployment(BaseModel):
     """A shipped device profile or a profile file."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices per replica."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Stages that the layers of a replica are divided into, each of tensor_parallel_size devices; not validated."""
+    collective_overlap: float = Field(default=0.0, ge=0, le=1)
+    """Tensor parallelism: share of a layer's all-reduces that hides behind its other work; 0 is as vLLM was measured."""
+    enable_expert_parallel: bool = False
+    """Mixture of experts: whole experts on each tensor-parallel rank instead of a slice of all."""
+    expert_load_imbalance: float = Field(default=1.0, ge=1)
+    """Mixture of experts: tokens of the busiest expert over the mean; 1 is uniform routing."""
     data_parallel_size: int = Field(default=1, ge=1)
     """Replicas behind a router."""
     router: str = "round_robin"
@@ -158,6 +167,11 @@ class Deployment(BaseModel):
     detokenize_us_per_token: float = Field(default=20.0, ge=0)
     """Lag that detokenising and writing a token adds to its way out."""
 
+    @property
+    def gpus_per_replica(self) -> int:
+        """Devices of one replica: the ranks of all its stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     @field_validator("speculative_config", mode="before")
     @classmethod
     def _as_json(cls, value: Any) -> Any:
@@ -227,10 +241,12 @@ def build(deployment: Deployment) -> Built:
         )
         seqs = seats
     _check_recent(d)
+    warnings += check_parallel(d, model)
     memory = plan_memory(
         model,
         profile,
         tensor_parallel_size=d.tensor_parallel_size,
+        pipeline_parallel_size=d.pipeline_parallel_size,
         gpu_memory_utilization=d.gpu_memory_utilization,
         max_num_batched_tokens=tokens,
         max_num_seqs=seqs,
@@ -286,22 +302,18 @@ def build(deployment: Deployment) -> Built:
         long_prefill_token_threshold=d.long_prefill_token_threshold,
         queue_order=d.scheduling_policy,
         async_scheduling=asynchronous,
+        pipeline_parallel_size=d.pipeline_parallel_size,
     )
     if d.semantics == "vllm-2025":
         limits = replace(limits.vllm_2025(), async_scheduling=asynchronous)
     if drafting is not None:
         limits = drafting.limits(limits)
-    pricer = StepPricer(
+    pricer = make_pricer(
+        d,
         model,
         profile,
-        tensor_parallel_size=d.tensor_parallel_size,
-        dtype=d.dtype,
-        quantization=d.quantization,
-        kv_cache_dtype=d.kv_cache_dtype,
-        kv_recent_tokens=d.kv_cache_recent_tokens,
         max_num_batched_tokens=max(tokens, longest) if d.policy not in CHUNKING else tokens,
         max_num_seqs=seqs if drafting is None else seqs_captured(seqs, drafting.num_speculative_tokens),
-        cuda_graphs=not d.enforce_eager,
     )
     if d.preemption_mode != "recompute":
         limits = replace(limits, **_swapping(d, memory, pricer, tokens))
@@ -321,7 +333,8 @@ def _is_asynchronous(d: Deployment) -> bool:
     """Whether steps are planned ahead: by default where vLLM does so."""
     if d.async_scheduling is not None:
         return d.async_scheduling
-    return d.policy in CHUNKING and d.semantics != "vllm-2025" and d.speculative_config is None
+    usual = d.policy in CHUNKING and d.semantics != "vllm-2025" and d.speculative_config is None
+    return usual and d.pipeline_parallel_size == 1
 
 
 def _check_recent(d: Deployment) -> None:

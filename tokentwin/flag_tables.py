@@ -14,6 +14,7 @@ from tokentwin.flags import Flag
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": ("--tp",),
+    "pipeline_parallel_size": ("--pp",),
     "data_parallel_size": ("--dp",),
 }
 

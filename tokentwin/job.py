@@ -219,6 +219,7 @@ def _meta(job: Job, workload: Workload, label: str | None) -> dict[str, Any]:
         "tokenizer_id": job.built.model.name,
         "gpu": job.built.profile.name,
         "tensor_parallel_size": d.tensor_parallel_size,
+        "pipeline_parallel_size": d.pipeline_parallel_size,
         "data_parallel_size": num_replicas(d),
         "max_concurrency": workload.closed_loop.max_concurrency if workload.closed_loop else None,
         **known,

@@ -17,6 +17,11 @@ Several = str | Sequence[Any] | Mapping[str, Any]
 
 class SharedFlags(TypedDict, total=False):
     model: str | None
+    pipeline_parallel_size: int | None
+    pp: int | None
+    collective_overlap: float | None
+    enable_expert_parallel: bool | None
+    expert_load_imbalance: float | None
     router: str | None
     router_prefix_tokens: int | None
     router_load_factor: float | None
@@ -158,6 +163,8 @@ class PlanFlags(SharedFlags, total=False):
     models: Several | None
     tensor_parallel_sizes: Several | None
     tp_sizes: Several | None
+    pipeline_parallel_sizes: Several | None
+    pp_sizes: Several | None
     quantizations: Several | None
     kv_cache_dtypes: Several | None
     policies: Several | None
@@ -182,6 +189,11 @@ class SweepFlags(TypedDict, total=False):
     gpu: str | Sequence[str | None] | None
     tensor_parallel_size: int | Sequence[int | None] | None
     tp: int | Sequence[int | None] | None
+    pipeline_parallel_size: int | Sequence[int | None] | None
+    pp: int | Sequence[int | None] | None
+    collective_overlap: float | Sequence[float | None] | None
+    enable_expert_parallel: bool | Sequence[bool | None] | None
+    expert_load_imbalance: float | Sequence[float | None] | None
     data_parallel_size: int | Sequence[int | None] | None
     dp: int | Sequence[int | None] | None
     router: str | Sequence[str | None] | None

@@ -72,7 +72,7 @@ class CapacityResult:
     def summary(self) -> DataFrame:
         """The answer as figures: load, interval, rate, and every promise there. Raises UsageError without pandas."""
         found, d = self.answer.found, self.answer.built.deployment
-        gpus = d.tensor_parallel_size * d.data_parallel_size
+        gpus = d.gpus_per_replica * d.data_parallel_size
         figures: dict[str, float | None] = {
             found.variable: found.load,
             "low": None if found.interval is None else found.interval.low,
@@ -126,7 +126,7 @@ class CapacityResult:
 
     def _title(self) -> str:
         d = self.answer.built.deployment
-        gpus = d.tensor_parallel_size * d.data_parallel_size
+        gpus = d.gpus_per_replica * d.data_parallel_size
         return f"Capacity of {self.answer.built.model.name} on {gpus} x {self.answer.built.profile.name}"
 
     def __repr__(self) -> str:

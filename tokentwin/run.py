@@ -191,7 +191,7 @@ class Run:
             rows.append([name.upper(), *(number(value_s * 1000) for value_s in values_s)])
         d = self.deployment
         replicas = f"{d.data_parallel_size} x " if d.data_parallel_size > 1 else ""
-        product = f"{d.tensor_parallel_size} x " if d.tensor_parallel_size > 1 else ""
+        product = f"{d.gpus_per_replica} x " if d.gpus_per_replica > 1 else ""
         title = f"{replicas}{self.built.model.name} on {product}{self.built.profile.facts.product}"
         traffic = (
             f"{self.summary.completed:,} of {self.summary.sent:,} requests completed, "

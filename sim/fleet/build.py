@@ -76,7 +76,8 @@ def most_replicas(d: Deployment) -> int:
 
 def num_gpus(d: Deployment) -> int:
     """GPUs at the start."""
-    return sum(p.replicas * (p.tensor_parallel_size or d.tensor_parallel_size) for p in pool_specs(d))
+    ranks = sum(p.replicas * (p.tensor_parallel_size or d.tensor_parallel_size) for p in pool_specs(d))
+    return ranks * d.pipeline_parallel_size
 
 
 def devices(built: Built) -> str:
@@ -86,7 +87,7 @@ def devices(built: Built) -> str:
     specs = pool_specs(built.deployment)
     counts: dict[str, int] = {}
     for pool, own in zip(built.pools, specs, strict=True):
-        count = own.replicas * pool.deployment.tensor_parallel_size
+        count = own.replicas * pool.deployment.gpus_per_replica
         counts[pool.profile.name] = counts.get(pool.profile.name, 0) + count
     return " + ".join(f"{count} x {gpu}" for gpu, count in counts.items())
 
@@ -181,7 +182,7 @@ def fleet_plan(
     rates = [requests_per_s(m, pool.role, prompt, output) for m, pool in zip(members, specs, strict=True)]
     pools = []
     for index, (member, pool) in enumerate(zip(members, specs, strict=True)):
-        tp = member.deployment.tensor_parallel_size
+        gpus = member.deployment.gpus_per_replica
         first = next(i for i, other in enumerate(specs) if other.role == pool.role)
         own = PoolPlan(
             config=member.limits,
@@ -195,8 +196,8 @@ def fleet_plan(
             cold_start_s=cold_start_s(member, d.cold_start or ColdStart()),
             autoscaler=pool.autoscaler,
             gpu=member.profile.name,
-            gpus_per_replica=tp,
-            kv_bytes_per_token=member.memory.kv_bytes_per_token * tp,
+            gpus_per_replica=gpus,
+            kv_bytes_per_token=member.memory.kv_bytes_per_token * gpus,
         )
         pools.append(own)
     return FleetPlan(
@@ -213,7 +214,7 @@ def fleet_plan(
 
 def cold_start_s(built: Built, how: ColdStart) -> float:
     """The cold start of one replica of a deployment."""
-    weights = built.memory.weight_bytes * built.deployment.tensor_parallel_size
+    weights = built.memory.weight_bytes * built.deployment.gpus_per_replica
     graphs = (
         0
         if built.deployment.enforce_eager

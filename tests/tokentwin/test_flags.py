@@ -67,6 +67,38 @@ def test_spellings(tokentwin: Command, given: tuple[str, ...], meant: str) -> No
     assert meant in answer.out
 
 
+WITH_PREFIX_CACHE = {
+    "model": "qwen3-8b",
+    "gpu": "h100",
+    "policy": "adaptive",
+    "size_classes": "256:64,inf:8",
+    "max_running_tokens": "40000",
+    "prefill_share": "0.5",
+    "kv_eviction": "session",
+    "session_keep": "30.0",
+    "session_decay": "0.5",
+    "preemption_mode": "auto",
+    "swap_space": "2.0",
+    "kv_offloading_size": "3.0",
+    "response_cache": "memory",
+    "step_jitter": "profile",
+    "stall_rate": "0.001",
+    "stall_ms": "40.0",
+}
+"""Fields that go together with prefix caching and a policy that preempts."""
+
+
+PARALLEL = {
+    "model": "mixtral-8x7b",
+    "tensor_parallel_size": "2",
+    "pipeline_parallel_size": "2",
+    "collective_overlap": "0.5",
+    "enable_expert_parallel": "true",
+    "expert_load_imbalance": "1.5",
+}
+"""Fields of which most are nothing without the others."""
+
+
 def test_each_deployment_field_can_be_set_by_its_flag(tokentwin: Command) -> None:
     """Every field at a value other than its default, in the resolved configuration."""
     values = {
@@ -101,7 +133,12 @@ def test_each_deployment_field_can_be_set_by_its_flag(tokentwin: Command) -> Non
     }
     elsewhere = {*FLEET_FIELDS, "router_prefix_tokens", "router_load_factor"}  # test_fleet_commands.py
     elsewhere |= {"speculative_config"}  # test_speculation_flags.py
-    assert set(values) | elsewhere == set(Deployment.model_fields)
+    assert set(values) | set(WITH_PREFIX_CACHE) | set(PARALLEL) | elsewhere == set(Deployment.model_fields)
+    for some in (values, WITH_PREFIX_CACHE, PARALLEL):
+        check_flags(tokentwin, some)
+
+
+def check_flags(tokentwin: Command, values: dict[str, str]) -> None:
     arguments: list[str] = []
     for name, value in values.items():
         option = SIMULATE[name].option

@@ -271,6 +271,7 @@ def run_at_capacity(answer: CapacityAnswer) -> Run | None:
         "model_id": answer.built.model.name,
         "gpu": answer.built.profile.name,
         "tensor_parallel_size": d.tensor_parallel_size,
+        "pipeline_parallel_size": d.pipeline_parallel_size,
         "data_parallel_size": num_replicas(d),
     }
     record = replace(record, meta={**record.meta, **meta})

@@ -17,6 +17,8 @@ USED = (
     "model",
     "gpu",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "enable_expert_parallel",
     "dtype",
     "quantization",
     "kv_cache_dtype",

@@ -45,6 +45,7 @@ NOT_HERE = (
 AXES = {
     "models": "model",
     "tensor_parallel_sizes": "tensor_parallel_size",
+    "pipeline_parallel_sizes": "pipeline_parallel_size",
     "quantizations": "quantization",
     "kv_cache_dtypes": "kv_cache_dtype",
     "policies": "policy",
@@ -60,6 +61,8 @@ CANDIDATES = tuple(
         ("gpus", list[str], "Only these of the GPUs that have a price.", ()),
         ("models", list[str], "Models, instead of one --model.", ()),
         ("tensor_parallel_sizes", list[str], "Devices per replica.", ("--tp-sizes",), "1 2 4 8"),
+        ("pipeline_parallel_sizes", list[str], "Stages per replica.", ("--pp-sizes",),
+         "that of --pipeline-parallel-size"),
         ("quantizations", list[str], "Weight formats; none is 16 bit.", (), "that of --quantization"),
         ("kv_cache_dtypes", list[str], "KV cache formats.", (), "that of --kv-cache-dtype"),
         ("policies", list[str], "Batch policies.", (), "that of --policy"),
@@ -234,7 +237,7 @@ def _axes(given: Mapping[str, Any]) -> dict[str, Sequence[object]]:
             raise UsageError(
                 f"--{field.replace('_', '-')} and --{name.replace('_', '-')} are both given; keep one"
             )
-        if name in ("tensor_parallel_sizes", "chunks", "batches"):
+        if name in ("tensor_parallel_sizes", "pipeline_parallel_sizes", "chunks", "batches"):
             axes[name] = [_whole(value, name) for value in values]
         else:
             may_be_none = name in ("quantizations", "speculative_configs")
@@ -308,7 +311,7 @@ def _write(answer: PlanAnswer, folder: Path) -> list[Path]:
     for rank, fleet in enumerate(answer.plan.fleets, 1):
         d = fleet.candidate.deployment
         model = d.model.rstrip("/").rsplit("/", 1)[-1]
-        inside = folder / f"{rank}-{fleet.replicas}x{d.tensor_parallel_size}-{d.gpu}-{model}"
+        inside = folder / f"{rank}-{fleet.replicas}x{d.gpus_per_replica}-{d.gpu}-{model}"
         fleet_run(fleet, answer).save(inside)
         paths.append(inside / REPORT)
     return paths
@@ -330,6 +333,7 @@ def fleet_run(fleet: Fleet, answer: PlanAnswer) -> Run:
         "model_id": fleet.built.model.name,
         "gpu": fleet.built.profile.name,
         "tensor_parallel_size": d.tensor_parallel_size,
+        "pipeline_parallel_size": d.pipeline_parallel_size,
         "data_parallel_size": d.data_parallel_size,
     }
     record = replace(fleet.record, meta={**fleet.record.meta, **meta})

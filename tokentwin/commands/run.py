@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 TWIN_ONLY = (
     "gpu",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "collective_overlap",
+    "enable_expert_parallel",
+    "expert_load_imbalance",
     "data_parallel_size",
     "router",
     "router_prefix_tokens",

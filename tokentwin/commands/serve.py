@@ -56,6 +56,9 @@ TWIN_ONLY = (
     "time_scale",
     "answer_len",
     "gpu",
+    "collective_overlap",
+    "enable_expert_parallel",
+    "expert_load_imbalance",
     "data_parallel_size",
     "router",
     "semantics",
@@ -282,6 +285,10 @@ def _check(given: Mapping[str, Any]) -> None:
             raise UsageError(f"{SERVE[name].option} has an effect only with --engine real")
     if not twin and given.get("tensor_parallel_size", 1) > 1:
         raise UsageError("--tensor-parallel-size: the engine serves from one device; use 1, or --engine twin")
+    if given.get("pipeline_parallel_size", 1) > 1:
+        raise UsageError(
+            "--pipeline-parallel-size: a server has no pipeline, of either engine; try it with simulate"
+        )
     for name in MEASURED_HERE:
         if name in given:
             raise UsageError(f"{SERVE[name].option} has no effect on a server, which does that work itself")

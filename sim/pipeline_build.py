@@ -1,0 +1,84 @@
+"""Parallelism of one replica worked out: what goes together, what a step costs, what nobody has measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from costmodel.model import ModelShape
+from costmodel.pipeline import UNVALIDATED, PipelinePricer, layers_per_stage
+from costmodel.pricer import StepPricer
+from costmodel.profile import DeviceProfile
+from serving.errors import UsageError
+
+if TYPE_CHECKING:
+    from sim.deployment import Deployment
+
+
+def check_parallel(d: Deployment, model: ModelShape) -> list[str]:
+    """Warnings of what is not validated. Raises `UsageError` for what cannot be together or has no effect."""
+    warnings = []
+    if d.collective_overlap:
+        if d.tensor_parallel_size == 1:
+            raise UsageError("--collective-overlap has an effect only with --tensor-parallel-size 2 or more")
+        warnings.append("an overlap of collectives is an assumption: no measurement stands behind it")
+    if not model.num_experts:
+        for option, is_set in (
+            ("--enable-expert-parallel", d.enable_expert_parallel),
+            ("--expert-load-imbalance", d.expert_load_imbalance != 1.0),
+        ):
+            if is_set:
+                raise UsageError(f"{option} has no effect: {model.name} has no experts; leave it out")
+    if d.enable_expert_parallel and d.tensor_parallel_size == 1:
+        raise UsageError(
+            "--enable-expert-parallel has an effect only with --tensor-parallel-size 2 or more, over whose ranks the "
+            "experts are dealt out"
+        )
+    if d.enable_expert_parallel or d.expert_load_imbalance != 1.0:
+        warnings.append(
+            "expert parallelism and expert load imbalance are not validated against measurements: loads follow a Zipf "
+            "law, and the busiest rank's are worked out"
+        )
+    if d.pipeline_parallel_size == 1:
+        return warnings
+    layers_per_stage(model.num_layers, d.pipeline_parallel_size)
+    why = "steps of a pipeline are planned while others are in flight"
+    if d.async_scheduling:
+        raise UsageError(f"--async-scheduling: {why} anyway; leave it out with --pipeline-parallel-size")
+    if d.speculative_config is not None:
+        raise UsageError(
+            "--pipeline-parallel-size: drafts in a pipeline are not modelled; leave one of the two out"
+        )
+    if d.policy == "static":
+        raise UsageError(f"--policy static: {why}, and a static batch is one; use another policy")
+    if d.preemption_mode != "recompute" or d.kv_offloading_size is not None:
+        option = "--kv-offloading-size" if d.kv_offloading_size is not None else "--preemption-mode"
+        raise UsageError(
+            f"{option}: copies to the host are not modelled for --pipeline-parallel-size above 1"
+        )
+    return [*warnings, UNVALIDATED]
+
+
+def make_pricer(
+    d: Deployment, model: ModelShape, profile: DeviceProfile, **limits: Any
+) -> StepPricer | PipelinePricer:
+    """The prices of a deployment's steps; `limits` are those of `StepPricer`."""
+    limits |= {
+        "tensor_parallel_size": d.tensor_parallel_size,
+        "dtype": d.dtype,
+        "quantization": d.quantization,
+        "kv_cache_dtype": d.kv_cache_dtype,
+        "kv_recent_tokens": d.kv_cache_recent_tokens,
+        "cuda_graphs": not d.enforce_eager,
+        "collective_overlap": d.collective_overlap,
+        "expert_load_imbalance": d.expert_load_imbalance,
+        "enable_expert_parallel": d.enable_expert_parallel,
+    }
+    if d.pipeline_parallel_size == 1:
+        return StepPricer(model, profile, **limits)
+    return PipelinePricer(
+        model,
+        profile,
+        d.pipeline_parallel_size,
+        lambda stage, first, last: StepPricer(stage, profile, first_stage=first, last_stage=last, **limits),
+        tensor_parallel_size=d.tensor_parallel_size,
+    )
