@@ -60,15 +60,23 @@ class Packing:
             qweight, qzeros = checkpoint.tensor(stem + "qweight"), checkpoint.tensor(stem + "qzeros")
             scales = checkpoint.tensor(stem + "scales")
             if self.method == "awq":
-                return from_awq(qweight, qzeros, scales)
+                return self._checked(from_awq(qweight, qzeros, scales))
             g_idx = checkpoint.tensor(stem + "g_idx") if checkpoint.has(stem + "g_idx") else None
-            return from_gptq(qweight, qzeros, scales, g_idx, zero_less_1=self.zero_less_1)
+            return self._checked(from_gptq(qweight, qzeros, scales, g_idx, zero_less_1=self.zero_less_1))
         except UsageError as error:
             raise UsageError(f"--model {self.where}: {stem[:-1]}: {error}") from None
         except (RuntimeError, IndexError, ZeroDivisionError):
             raise UsageError(
                 f"--model {self.where}: {stem[:-1]} does not have the shapes of a {self.method} matrix"
             ) from None
+
+    def _checked(self, matrix: Int4Matrix) -> Int4Matrix:
+        rows, inputs = matrix.shape
+        if not matrix.scales.shape == matrix.zeros.shape == (rows, inputs / self.group):
+            raise UsageError(
+                f"scales {tuple(matrix.scales.T.shape)} do not fit a matrix of {rows} by {inputs} in groups of {self.group}"
+            )
+        return matrix
 
     def _fp8(self, checkpoint: Checkpoint, stem: str) -> Fp8Matrix:
         values = checkpoint.tensor(stem + "weight")

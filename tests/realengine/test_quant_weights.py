@@ -262,6 +262,14 @@ def test_what_cannot_be_read_is_said(config: Any, words: str, tmp_path: Path) ->
         find_model(tmp_path)
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_groups_that_are_not_the_stated_ones_are_an_error(method: str, tmp_path: Path) -> None:
+    config = {"quant_method": method, "bits": 4, "group_size": 64, "version": "gemm"}
+    write_quantised(SOURCE, tmp_path, config, 32)
+    with pytest.raises(UsageError, match=r"layers\.0\.self_attn\.q_proj: scales .* in groups of 64"):
+        load(find_model(tmp_path), device=CPU, dtype=torch.float32, max_positions=64)
+
+
 def test_names_of_formats_are_the_twins() -> None:
     assert scheme_of(None) is None
     assert scheme_of("int8") == "int8_wo"
