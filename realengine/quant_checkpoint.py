@@ -74,7 +74,7 @@ class Packing:
         rows, inputs = matrix.shape
         if not matrix.scales.shape == matrix.zeros.shape == (rows, inputs / self.group):
             raise UsageError(
-                f"scales {tuple(matrix.scales.T.shape)} do not fit a matrix of {rows} by {inputs} in groups of {self.group}"
+                f"scales {tuple(matrix.scales.T.shape)} do not fit {rows} by {inputs} weights in groups of {self.group}"
             )
         return matrix
 
