@@ -27,7 +27,7 @@ class Hypothesis:
     def score(self, length_penalty: float) -> float:
         """Log-probability over length to the power of `length_penalty`; the end token counts as none."""
         length = len(self.token_ids) - self.finished
-        return self.logprob / max(length, 1) ** length_penalty
+        return float(self.logprob / max(length, 1) ** length_penalty)
 
 
 def beam_search(
