@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_runs import toy_run
 
 from experiments.alert_series import gauge, held, histories, history_words, values_at
 from experiments.alerts import (
@@ -29,6 +28,7 @@ from experiments.observed import alert_lines, any_fired, observed_json
 from experiments.series import StepFunction
 from serving.errors import UsageError
 from sim.record import RunRecord
+from tests.sim.toy_runs import toy_run
 
 durations = st.integers(0, 10**9).map(lambda ms: ms / 1000) | st.floats(1e-6, 1e6, allow_nan=False)
 windows = durations.filter(lambda s: s >= 1)

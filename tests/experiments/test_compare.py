@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_runs import toy_run
 
 from experiments.compare import (
     GAIN,
@@ -30,6 +29,7 @@ from serving.errors import UsageError
 from sim.deployment import Deployment, build
 from sim.metrics import summarise
 from sim.workload import spec_from_flags
+from tests.sim.toy_runs import toy_run
 
 LONG = {
     "dataset_name": "random",

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rich.console import Console
-from toy_runs import toy_run
 
 from experiments.console import print_run
 from sim.metrics import summarise
 from sim.record import RunRecord, Tenant
 from sim.slo import Goodput, parse_slo
 from sim.verdict import verdict
+from tests.sim.toy_runs import toy_run
 
 
 def printed(run: RunRecord, width: int = 200, *, terminal: bool = False) -> str:

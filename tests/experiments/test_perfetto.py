@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_runs import toy_run
 
 from experiments.perfetto import trace, write_trace
 from serving.errors import UsageError
 from sim.record import RunRecord
+from tests.sim.toy_runs import toy_run
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_runs import toy_run
 
 from experiments.report import report_html, write_report
 from experiments.report_figures import Roofline
@@ -19,6 +18,7 @@ from sim.metrics import summarise
 from sim.record import RunRecord, Tenant
 from sim.slo import Goodput, parse_slo
 from sim.verdict import verdict
+from tests.sim.toy_runs import toy_run
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
 HOOK = """<script>

@@ -12,7 +12,6 @@ from typing import Any
 import duckdb
 import numpy as np
 import pytest
-from toy_runs import toy_run
 
 from experiments.results import load_run, result_json, save_run
 from serving.errors import UsageError
@@ -20,6 +19,7 @@ from sim.metrics import summarise
 from sim.record import RunRecord, Tenant
 from sim.slo import Goodput, parse_slo
 from sim.verdict import verdict
+from tests.sim.toy_runs import toy_run
 
 HEAD = [
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts"),

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_runs import toy_run
 
 from experiments.results import CERTAINTY, TOKENS, save_run
 from experiments.saved import load_record, open_run
 from serving.errors import UsageError
 from sim.metrics import summarise
 from sim.record import RunRecord, Tenant, TokenRanges
+from tests.sim.toy_runs import toy_run
 from tokentwin import simulate
 from tokentwin.cli import main
 from tokentwin.run import Run

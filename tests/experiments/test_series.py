@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_runs import toy_run
 
 from experiments.series import (
     StepFunction,
@@ -20,6 +19,7 @@ from experiments.series import (
     rate_per_s,
     thin,
 )
+from tests.sim.toy_runs import toy_run
 
 changes = st.lists(st.tuples(st.floats(0, 100), st.integers(0, 50)), min_size=1, max_size=200)
 

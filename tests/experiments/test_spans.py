@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_runs import OUT_S, TOKENIZE_S, toy_run
 
 from experiments.otlp import make_exporter, origin_ns, send, write_otlp_file
 from experiments.spans import REQUEST, STAGES, is_sampled, run_spans
 from serving.errors import TokenTwinError, UsageError
 from sim.record import RunRecord
 from tests.otlp_collector import collector, spans_in
+from tests.sim.toy_runs import OUT_S, TOKENIZE_S, toy_run
 
 trace_pb2 = pytest.importorskip("opentelemetry.proto.trace.v1.trace_pb2")
 service_pb2 = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from toy_runs import toy_run
 
 import tokentwin as tt
 from costmodel.model import load_model
@@ -19,6 +18,7 @@ from experiments.observed import UTILISATION, observed_json, utilisation_rows
 from experiments.report_figures import Roofline, step_roofline
 from experiments.utilisation import engine_work, rates_by_window, step_shares, utilisation
 from sim.record import RunRecord
+from tests.sim.toy_runs import toy_run
 
 
 @pytest.fixture
