@@ -171,7 +171,9 @@ def load_model(name_or_path: str | Path) -> ModelShape:
     if key in CONFIGS:
         return model_from_config(CONFIGS[key], name=key)
     if path.name == "config.json" and path.parent.is_dir() and Path(text).name != "config.json":
-        raise UsageError(f"--model {text}: is a folder without a config.json; name one that has it, or the file")
+        raise UsageError(
+            f"--model {text}: is a folder without a config.json; name one that has it, or the file"
+        )
     if path.suffix == ".json" or text.startswith(("/", "./", "../", "~")):
         raise UsageError(f"--model {text}: no such file")
     raise UsageError(

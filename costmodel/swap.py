@@ -8,7 +8,7 @@ from costmodel.profile import DeviceFacts
 from serving.errors import UsageError
 
 LINK_SHARE = 0.8
-"""Share of the link's rate that copies of many pages through pinned memory reach: an estimate, not measured here."""
+"""Share of a datasheet's rate that copies of many pages through pinned memory reach: an estimate, not measured."""
 
 
 def host_link_bytes_per_s(facts: DeviceFacts) -> float:
@@ -21,7 +21,8 @@ def host_link_bytes_per_s(facts: DeviceFacts) -> float:
             f"the profile of {facts.product} does not state host_link_bytes_per_s, the rate of its link to host "
             "memory, so that swapping cannot be priced; add it to the profile's facts, or use --preemption-mode recompute"
         )
-    return LINK_SHARE * rate
+    measured = "measured" in facts.sources.get("host_link", "")
+    return rate if measured else LINK_SHARE * rate
 
 
 def recompute_coefficients(pricer: StepPricer, chunk_tokens: int) -> tuple[float, float]:

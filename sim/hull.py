@@ -45,7 +45,9 @@ def after_run(built: Built, record: RunRecord) -> tuple[Extrapolation, ...]:
     if built.pools and record.fleet is not None:
         pool_of = record.fleet.pool_of[record.steps.replica]
         parts = [replace(record, steps=record.steps.where(pool_of == i)) for i in range(len(built.pools))]
-        every = [each for pool, part in zip(built.pools, parts, strict=True) for each in after_run(pool, part)]
+        every = [
+            each for pool, part in zip(built.pools, parts, strict=True) for each in after_run(pool, part)
+        ]
         return tuple(dict.fromkeys(every))
     found = list(before_run(built))
     steps = record.steps
