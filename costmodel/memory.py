@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from costmodel.formats import GemmFormat, gemm_format, kv_format
 from costmodel.model import ModelShape
+from costmodel.pipeline import layers_per_stage
 from costmodel.pricer import graph_sizes
 from costmodel.profile import DeviceProfile
 from serving.errors import InfeasibleError, UsageError
@@ -132,15 +133,18 @@ def weight_bytes(
     model: ModelShape, fmt: GemmFormat, *, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
 ) -> int:
     """Bytes of weights on the fullest rank: quantised layers with their scales, 16-bit embedding, LM head and norms."""
-    layers = -(-model.num_layers // pipeline_parallel_size)
     tp = tensor_parallel_size
     linear = sum(fmt.matrix_bytes(g.n, g.k) for g in model.attention_gemms(tp))
     mlp = sum(fmt.matrix_bytes(g.n, g.k) for g in model.mlp_gemms(tp))
     router = model.router_gemm().weights if model.num_experts else 0
     per_layer = linear + mlp * max(model.num_experts, 1) + (router + model.small_params_per_layer(tp)) * 2
     vocab = model.vocab_per_rank(tp) * model.hidden_size * 2
-    ends = vocab if pipeline_parallel_size > 1 or model.tie_word_embeddings else 2 * vocab
-    return layers * per_layer + ends + model.hidden_size * 2
+    norm = model.hidden_size * 2
+    layers = layers_per_stage(model.num_layers, pipeline_parallel_size)
+    if len(layers) == 1:
+        return layers[0] * per_layer + (vocab if model.tie_word_embeddings else 2 * vocab) + norm
+    ends = [vocab, *(0 for _ in layers[2:]), vocab + norm]
+    return max(n * per_layer + end for n, end in zip(layers, ends, strict=True))
 
 
 def activation_bytes(

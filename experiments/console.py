@@ -17,6 +17,7 @@ from experiments.results import METRICS
 from sim.latency import LatencyStats
 from sim.meta import meta_value
 from sim.metrics import Summary
+from sim.pipeline import bubble_share
 from sim.record import RunRecord
 from sim.verdict import Verdict
 
@@ -212,6 +213,11 @@ def _engine(record: RunRecord, s: Summary) -> list[Row]:
             else []
         ),
         ("GPU busy (%):", _num(s.gpu_busy_share * 100), "device time / duration"),
+        *(
+            [("Pipeline bubbles (%):", _num(bubbles * 100), "stages idle / steps in flight")]
+            if (bubbles := bubble_share(record)) is not None
+            else []
+        ),
         *utilisation_rows(record),
         ("Engine steps:", str(s.num_steps), ""),
         (

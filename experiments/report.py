@@ -18,6 +18,7 @@ from experiments.page import list_section, page, plot_section, table_section, wr
 from experiments.report_figures import Roofline
 from sim.meta import meta_value
 from sim.metrics import Summary
+from sim.pipeline import bubble_share
 from sim.record import RunRecord
 from sim.saturation import Load
 from sim.verdict import Verdict
@@ -266,6 +267,11 @@ def _engine_table(record: RunRecord, s: Summary) -> str:
     rows += [
         ["Preemptions", f"{s.preemptions:,}", ""],
         ["GPU busy", f"{s.gpu_busy_share:.1%}", "device time / duration"],
+        *(
+            [["Pipeline bubbles", f"{bubbles:.1%}", "time that stages idle / time with steps in flight"]]
+            if (bubbles := bubble_share(record)) is not None
+            else []
+        ),
         ["Engine steps", f"{s.num_steps:,}", ""],
         ["Most requests in the system", f"{s.max_in_system:,}", "at one instant"],
         ["Batch", f"{record.max_num_seqs:,} sequences", f"{record.max_num_batched_tokens:,} tokens a step"],

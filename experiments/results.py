@@ -27,6 +27,7 @@ from serving.errors import UsageError
 from sim.latency import LatencyStats, latencies, stage_times
 from sim.meta import meta_value
 from sim.metrics import Summary
+from sim.pipeline import bubble_share
 from sim.record import RunRecord, Status
 from sim.slo import Goodput
 from sim.verdict import Verdict
@@ -365,6 +366,7 @@ def _ours(record: RunRecord, summary: Summary, verdict: Verdict | None) -> dict[
         "sim_tenants": {t.name: _tenant(t) for t in summary.tenants},
         "sim_warnings": list(summary.warnings),
         "sim_errors": summary.errors,
+        **({} if (bubbles := bubble_share(record)) is None else {"sim_pipeline_bubble_share": bubbles}),
         **fleet_json(record),
         **observed_json(record),
     }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from simpy.events import Event
 
 from serving.plan import StepPlan
+from sim.record import RunRecord
 
 if TYPE_CHECKING:
     from sim.replica import Replica
@@ -105,6 +106,17 @@ def serve_pipeline(replica: Replica) -> Generator[Event, object, None]:
         _give_tokens(replica, oldest.plan)
         replica._commit(oldest.plan, max(oldest.planned_s, ended_s), oldest.gpu_s, oldest.host_s)
         ended_s = replica.now_s
+
+
+def bubble_share(record: RunRecord) -> float | None:
+    """Share of the time with steps in flight in which a stage idles, in the mean over the stages; None without stages.
+
+    m equal steps sent at once through P stages leave (P - 1) / (m + P - 1). Host work that delays a step counts.
+    """
+    if (record.meta.get("deployment") or {}).get("pipeline_parallel_size", 1) == 1 or not len(record.steps):
+        return None
+    busy_s = float((record.steps.end_s - record.steps.start_s).sum())
+    return max(0.0, 1.0 - float(record.steps.gpu_s.sum()) / busy_s)
 
 
 def _price(replica: Replica, plan: StepPlan, step: int) -> tuple[list[float], float, float]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim.metrics import SloOutcome, Summary, slo_outcomes
+from sim.pipeline import bubble_share
 from sim.record import RunRecord
 from sim.saturation import Load, Saturation, saturation
 from sim.slo import Slo
@@ -22,6 +23,7 @@ BOUND_WORDS = {
     "prefill_compute": "prefill compute",
     "decode_bandwidth": "memory bandwidth of decode",
     "host": "the host",
+    "bubbles": "the stages' waiting for one another",
     "network": "the network",
     "policy": "the batching policy",
     "idle": "nothing: it is under-loaded",
@@ -104,7 +106,8 @@ def what_bounds(record: RunRecord, summary: Summary) -> Bound:
     mostly_prefill = s.num_prefill_tokens > s.num_decodes
     shares["waiting"] = waiting_s / busy_s
     shares["busy"] = busy_s / max(record.replica_s(summary.duration_s), busy_s)
-    shares["host"] = max(0.0, 1 - gpu_s / busy_s)
+    bubbles = bubble_share(record)
+    shares["host" if bubbles is None else "bubbles"] = max(0.0, 1 - gpu_s / busy_s)
     shares["prefill_compute"] = float(s.gpu_s[mostly_prefill].sum()) / busy_s
     shares["decode_bandwidth"] = float(s.gpu_s[~mostly_prefill].sum()) / busy_s
     shares["network"] = summary.stage_share["network"] if np.isfinite(summary.stage_share["network"]) else 0.0
@@ -123,7 +126,8 @@ def _bound_kind(shares: dict[str, float], causes: Iterable[str]) -> str:
         return "network"
     if shares["busy"] < 0.5:
         return "idle"
-    return max(("host", "prefill_compute", "decode_bandwidth"), key=lambda name: shares[name])
+    kinds = ("host", "bubbles", "prefill_compute", "decode_bandwidth")
+    return max(kinds, key=lambda name: shares.get(name, -1.0))
 
 
 def _evidence(kind: str, shares: dict[str, float], record: RunRecord, summary: Summary) -> str:
@@ -140,6 +144,7 @@ def _evidence(kind: str, shares: dict[str, float], record: RunRecord, summary: S
         "idle": f"steps ran in {shares['busy']:.0%} of the time and the batch was "
         f"{summary.batch_occupancy_mean:.0%} full",
         "host": f"the device waited for it in {share} of busy time",
+        "bubbles": f"of busy time, {share} are bubbles of the pipeline and host work",
         "prefill_compute": f"steps that mostly compute prompts take {share} of busy time",
         "decode_bandwidth": f"decode steps take {share} of busy time at a mean batch of "
         f"{summary.batch_occupancy_busy * record.max_num_seqs:.0f}",
