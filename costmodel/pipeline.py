@@ -61,6 +61,7 @@ class PipelinePricer(StepPricer):
         """Prices of stages that differ."""
         self.kind_of = [unique.index(kind) for kind in kinds]
         self.page_move_s = 0.0
+        self._transfers_s: dict[int, float] = {}
         self._link = Kernel("all_reduce", profile.all_reduce, hardware(profile.facts))
         self._latency_s = self._link.coefficients["latency_s"] + self._link.coefficients["per_hop_s"]
 
@@ -88,10 +89,14 @@ class PipelinePricer(StepPricer):
         Of tensor-parallel ranks each sends its share, which the receivers gather (half of what an all-reduce of the same
         bytes takes). A message takes at least what the shortest collective of two devices does.
         """
+        if (known := self._transfers_s.get(num_tokens)) is not None:
+            return known
         num_bytes = num_tokens * self.model.hidden_size * 2 * 2.0
         tp = self.tensor_parallel_size
         sent_s = self._latency_s + num_bytes / tp / self.profile.facts.link_bytes_per_s
-        return sent_s + (0.5 * float(self._link.seconds((tp,), num_bytes)) if tp > 1 else 0.0)
+        gathered_s = 0.5 * float(self._link.seconds((tp,), num_bytes)) if tp > 1 else 0.0
+        self._transfers_s[num_tokens] = sent_s + gathered_s
+        return sent_s + gathered_s
 
     def step_s(
         self,

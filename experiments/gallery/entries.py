@@ -7,6 +7,7 @@ from experiments.gallery.drafts import speculation, speculation_load
 from experiments.gallery.entry import Maker
 from experiments.gallery.fleet import admission, cold_start, jitter, routing
 from experiments.gallery.memory import cliff, eviction, host_tier, paging, preemption
+from experiments.gallery.parallel import pipeline_figure
 from experiments.gallery.rest import quantisation, streaming, tensor_parallel
 
 ENTRIES: tuple[Maker, ...] = (
@@ -23,6 +24,7 @@ ENTRIES: tuple[Maker, ...] = (
     preemption,
     streaming,
     tensor_parallel,
+    pipeline_figure,
     fairness,
     admission,
     routing,
