@@ -140,6 +140,8 @@ def typed(flag: Flag, value: Any, where: str) -> Any:
             value = ["none" if each is None else _word(each) for each in value]
     elif flag.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
+    elif flag.kind in (int, float, int | None, float | None) and isinstance(value, bool):
+        raise UsageError(f"{where}: {flag.name}: must be a number, got {str(value).lower()}")
     elif flag.name in COMMA_SEPARATED and isinstance(value, list | tuple):
         value = ",".join(map(str, value))
     try:

@@ -79,9 +79,19 @@ def _parameter(flag: Flag) -> inspect.Parameter:
         consume_multiple=flag.several,
         negative=None if flag.negative else (),
         negative_iterable=(),
+        converter=_whole if flag.kind in (int, int | None) else None,
     )
     annotation: Any = Annotated[flag.kind | None, how]
     return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _whole(kind: Any, tokens: Any) -> int:
+    """An integer; cyclopts would round 1.5 without a word."""
+    value = tokens[0].value
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"must be a whole number, got {value!r}") from None
 
 
 def _columns(console: Any, options: Any, entries: Any) -> Any:

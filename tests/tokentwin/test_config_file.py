@@ -58,6 +58,7 @@ def test_flags_override_the_file(tokentwin: Command, config: Path) -> None:
     [
         ("modle: x", "unknown key 'modle'; did you mean 'model'"),
         ("max_num_seqs: many", "max_num_seqs: "),
+        ("max_num_seqs: yes", "max_num_seqs: must be a number, got true"),
         ("max_num_seqs: 0", "--max-num-seqs"),
         ("seed: 1\nSeed: 2", "unknown key 'Seed'"),
         ("isl: 3\ninput-len: 4", "input_len is given twice"),

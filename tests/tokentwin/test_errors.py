@@ -33,6 +33,10 @@ MODEL = ("--model", "llama-3.1-8b")
         ((*SMALL[:-1], "0"), "--request-rate: must be a positive number, got 0"),
         ((*SMALL, "--max-num-seqs", "0"), "--max-num-seqs"),
         ((*SMALL, "--max-num-seqs", "few"), "--max-num-seqs"),
+        (
+            (*SMALL, "--max-num-seqs", "1.5"),
+            "Invalid value for --max-num-seqs: must be a whole number, got '1.5'",
+        ),
         ((*SMALL, "--gpu-memory-utilization", "1.5"), "--gpu-memory-utilization"),
         ((*SMALL, "--seed", "-1"), "--seed"),
         ((*SMALL, "--until", "0"), "--until"),
