@@ -285,6 +285,12 @@ def test_the_command_fits_the_terminal_and_writes_reports(
         (["--request-rate", "5", "--slo", "chat", "--gpus", "h300"], "--gpu 'h300' is not a shipped profile"),
         (["--request-rate", "5", "--slo", "chat", "--price", "h100=1", "--gpus", "h200"], "no price"),
         (["--request-rate", "5", "--slo", "chat", "--tp-sizes", "two"], "not a whole number"),
+        (
+            ["--request-rate", "5", "--slo", "chat", "--tp-sizes", "3"],
+            "no candidate can be configured: --tensor",
+        ),
+        (["--request-rate", "5", "--slo", "chat", "--quantizations", "none", "fp9"], "did you mean 'fp8'"),
+        (["--request-rate", "5", "--slo", "chat", "--policies", "chunkd"], "did you mean 'chunked'"),
         (["--request-rate", "5", "--slo", "p95_ttft:9", "--ttft", "5"], "keep one"),
         (
             ["--request-rate", "5", "--slo", "chat", "--quantization", "fp8", "--quantizations", "fp8"],

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from costmodel.formats import gemm_format, kv_format
+from costmodel.model import load_model
 from costmodel.profile import list_profiles, load_profile
 from experiments.capacity import FULL
 from experiments.capacity_traffic import Replay, Traffic, make_traffic
@@ -20,6 +23,7 @@ from experiments.plan import Fleet, Plan, make_candidates, make_plan
 from experiments.plan_report import plan_json, plan_lines
 from experiments.prices import load_prices
 from serving.errors import UsageError
+from serving.policies.base import load_policy
 from sim.deployment import Deployment
 from sim.fleet.build import FLEET_FIELDS
 from sim.slo import Slo, parse_slo
@@ -53,6 +57,13 @@ AXES = {
     "batches": "max_num_seqs",
     "speculative_configs": "speculative_config",
 }
+NAMES: dict[str, Callable[[str], object]] = {
+    "models": load_model,
+    "quantizations": partial(gemm_format, "auto"),
+    "kv_cache_dtypes": kv_format,
+    "policies": load_policy,
+}
+"""Axes of names, and what raises UsageError for an unknown one."""
 CANDIDATES = tuple(
     Flag(name, kind, text, "Candidates", *rest)
     for name, kind, text, *rest in (
@@ -183,6 +194,8 @@ def answer_plan(flags: Mapping[str, Any], *, told: Callable[[str], None] | None 
         jobs=given.get("jobs"),
         told=told,
     )
+    if made.pruned and not made.fleets and all(left.why == "invalid" for left in made.pruned):
+        raise UsageError(f"no candidate can be configured: {made.pruned[0].reason}")
     return PlanAnswer(replace(made, notes=notes), seed)
 
 
@@ -242,6 +255,9 @@ def _axes(given: Mapping[str, Any]) -> dict[str, Sequence[object]]:
         else:
             may_be_none = name in ("quantizations", "speculative_configs")
             axes[name] = [None if value == "none" and may_be_none else value for value in values]
+            for value in axes[name]:
+                if value is not None and name in NAMES:
+                    NAMES[name](str(value))  # a wrong name fails here, with the nearest
     axes.setdefault("tensor_parallel_sizes", (1, 2, 4, 8))
     return axes
 
