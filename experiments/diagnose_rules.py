@@ -24,6 +24,7 @@ from experiments.diagnose_stats import (
 )
 from sim.deployment import build
 from sim.metrics import summarise
+from sim.pipeline import bubble_share
 from sim.saturation import CRITICAL_T, Load, saturation
 from sim.slo import Slo
 from sim.verdict import what_bounds
@@ -349,6 +350,8 @@ def _preemption(run: Measured, judged: Sequence[Judged], threshold: float) -> Re
 def _host(run: Measured, judged: Sequence[Judged], threshold: float) -> Result:
     if run.record is None or not len(run.record.steps):
         return _missing(f"{run.source} has no device times")
+    if bubble_share(run.record) is not None:
+        return _missing("bubbles of a pipeline and waits for the host are not told apart")
     s = run.record.steps
     busy_s = float((s.end_s - s.start_s).sum())
     share = max(0.0, 1 - float(s.gpu_s.sum()) / busy_s) if busy_s else 0.0

@@ -443,7 +443,7 @@ class Step:
             admitted=self._admitted,
             preempted=self.preempted,
             truncated=self.truncated,
-            starved=self._starved(slots) if len(slots) < len(seqs.order) and not self.config.pipelined else [],
+            starved=self._starved(slots) if len(slots) < len(seqs.order) else [],
             num_running=len(seqs.order),
             num_waiting=len(self.scheduler.waiting),
             used_pages=self.scheduler.used_pages,
@@ -482,8 +482,13 @@ class Step:
         return plan
 
     def _starved(self, slots: Slots) -> list[int]:
-        """Decoding sequences that are not among the scheduled `slots` although they have tokens to come."""
+        """Decoding sequences that are not among the scheduled `slots` although they have tokens to come.
+
+        With a pipeline none is: those left out are in another step.
+        """
         seqs = self.seqs
+        if self.config.pipelined:
+            return []
         left_out = seqs.order_array()
         left_out = left_out[~(np.isin(left_out, slots) | seqs.prefilling[left_out])]
         in_flight = seqs.target[left_out] - seqs.known[left_out]
