@@ -11,6 +11,7 @@ from sim.slo import METRICS
 if TYPE_CHECKING:
     from sim.certainty import Certainty
     from sim.intervals import Interval
+    from sim.verdict import Verdict
 
 THIN_MARK = "*"
 _HEADLINE = ("mean_ttft", "p95_ttft", "mean_tpot", "p95_tpot", "output_throughput", "request_goodput")
@@ -65,6 +66,19 @@ def _shares(interval: Interval) -> dict[str, float]:
         "noise": interval.noise,
         "sampling": interval.sampling,
     }
+
+
+def doubts(verdict: Verdict, certainty: Certainty | None) -> list[str]:
+    """A sentence for each SLO whose limit lies within the interval of its figure."""
+    lines = []
+    for slo in (outcome.slo for outcome in verdict.slos):
+        interval = None if certainty is None else certainty.interval(slo.name)
+        if interval is not None and interval.low <= slo.limit_s < interval.high:
+            low, high = (f"{1000 * value:,.4g}" for value in (interval.low, interval.high))
+            lines.append(
+                f"Not certain: the 95% interval of {slo.label}, {low} to {high} ms, contains the limit."
+            )
+    return lines
 
 
 def certainty_lines(certainty: Certainty) -> list[str]:

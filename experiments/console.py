@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from experiments.certainty import bracket, certainty_lines
+from experiments.certainty import bracket, certainty_lines, doubts
 from experiments.drafts import draft_rows
 from experiments.fleet_report import fleet_lines
 from experiments.observed import alert_lines, utilisation_rows
@@ -93,7 +93,10 @@ def print_run(
     if verdict is not None:
         out.print(Text(" Verdict ".center(width, "="), style="bold"))
         bad = verdict.meets_slos is False or verdict.saturated is True
-        _print_wrapped(out, verdict.sentences, width, "red" if bad else "green")
+        style, promises = "red" if bad else "green", len(verdict.slos)
+        _print_wrapped(out, verdict.sentences[:promises], width, style)
+        _print_wrapped(out, doubts(verdict, certainty), width, "yellow")
+        _print_wrapped(out, verdict.sentences[promises:], width, style)
     out.print(Text("=" * width, style="bold"))
 
 

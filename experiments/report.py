@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import report_figures as figures
-from experiments.certainty import THIN_MARK, certainty_lines, headline_rows
+from experiments.certainty import THIN_MARK, certainty_lines, doubts, headline_rows
 from experiments.drafts import draft_rows
 from experiments.fleet_report import fleet_rows, replicas_over_time
 from experiments.gap_figures import itl_ecdf
@@ -63,7 +63,7 @@ def report_html(
     body = [
         f"<h1>{escape(name)}</h1>",
         f'<p class="sub">{escape(_subtitle(record, summary))}</p>',
-        _verdict(record, summary, verdict, notes),
+        _verdict(record, summary, verdict, [*doubts(verdict, certainty), *notes]),
         _cards(summary, certainty),
         *laid_out(panels(record, summary, roofline)),
         *([_certainty(certainty)] if certainty is not None else []),

@@ -27,6 +27,22 @@ def test_intervals_are_there_by_default_and_gone_with_one_replication(
     assert (wrong.code, "--replications must be at least 1" in wrong.err) == (2, True)
 
 
+def test_a_limit_within_the_interval_is_said_to_be_uncertain(tokentwin: Command, tmp_path: Path) -> None:
+    def verdict(limit_ms: float, *more: str) -> tuple[str, str]:
+        out = tokentwin(
+            "simulate", *SMALL, "--slo", f"p95_tpot:{limit_ms:.6f}", *more, "-o", tmp_path / "a"
+        ).out
+        return out, (tmp_path / "a" / "report.html").read_text()
+
+    verdict(50.0)
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    low, high = (result[f"p95_tpot_ci95_{end}_ms"] for end in ("low", "high"))
+    words = "Not certain: the 95% interval of P95 TPOT"
+    for limit_ms, uncertain in ((0.99 * low, 0), (1.01 * low, 1), (0.99 * high, 1), (1.01 * high, 0)):
+        assert [text.count(words) for text in verdict(limit_ms)] == [uncertain, uncertain]
+    assert words not in verdict(1.01 * low, "--replications", "1")[0]
+
+
 def test_strict_refuses_before_the_run_what_the_deployment_tells_and_after_it_what_occurred(
     tokentwin: Command,
 ) -> None:
