@@ -32,6 +32,7 @@ from calibration.recorded import (
 from serving.errors import UsageError, nearest
 from serving.policies import load_policy
 from sim.metrics import summarise
+from sim.pipeline import bubble_share
 from sim.record import RunRecord, Status
 from sim.replications import figures
 from sim.workload import Workload
@@ -130,12 +131,17 @@ def diff(
     """Split the difference of two runs into `PARTS`.
 
     Raises `UsageError` for an unknown metric, a run without steps, a run with drafts (which steps of another run cannot
-    price), or a run in which nothing finished.
+    price) or of a pipeline (whose steps overlap), or a run in which nothing finished.
     """
     for record, name in ((a, names[0]), (b, names[1])):
         if record.drafts is not None:
             raise UsageError(
                 f"{name} verified drafts, and a replay cannot say which would stand in another schedule; "
+                "tokentwin compare sets two deployments side by side"
+            )
+        if bubble_share(record) is not None:
+            raise UsageError(
+                f"{name} ran in a pipeline, and a replay has one step at a time; "
                 "tokentwin compare sets two deployments side by side"
             )
     sides = (_Side.of(a, names[0]), _Side.of(b, names[1]))

@@ -30,6 +30,14 @@ def test_a_run_says_what_it_is_and_that_nobody_validated_it(tokentwin: Command, 
     assert words in (tmp_path / "report.html").read_text()
 
 
+def test_runs_of_a_pipeline_are_not_replayed_step_by_step(tokentwin: Command, tmp_path: Path) -> None:
+    for name, stages in (("a", "1"), ("b", "2")):
+        tokentwin("simulate", *SMALL, "--replications", "1", "--pp", stages, "-o", tmp_path / name)
+    answer = tokentwin("diff", tmp_path / "a", tmp_path / "b")
+    assert answer.code == 2
+    assert "ran in a pipeline" in answer.error
+
+
 def test_plain_runs_say_nothing_of_pipelines(tokentwin: Command, tmp_path: Path) -> None:
     answer = tokentwin("simulate", *SMALL, "--replications", "1", "-o", tmp_path)
     assert "ipeline" not in answer.out
