@@ -185,3 +185,14 @@ def test_layers_are_divided_as_vllm_divides_them() -> None:
 def test_what_does_not_go_together_is_refused(other: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         build(Deployment(model="llama-3.1-8b", gpu="h100", pipeline_parallel_size=2, **other))
+
+
+def test_work_of_a_device_is_its_share_of_the_whole() -> None:
+    built = build(Deployment(model="llama-3.1-70b", gpu="h100", pipeline_parallel_size=4))
+    whole = StepPricer(built.model, built.profile)
+    step = (np.array([64, 2048]), np.array([64, 1]), np.array([0, 2048 * 2049 // 2]), np.array([0, 0]))
+    decoding = np.array([64_000, 0])
+    for of_one, of_all in zip(
+        built.pricer.step_work(*step, decoding), whole.step_work(*step, decoding), strict=True
+    ):
+        assert of_one * 4 == pytest.approx(of_all, rel=1e-9)
