@@ -38,7 +38,7 @@ def loaded(
     seats=st.integers(1, 4),
     seed=st.integers(1, 60),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_backlogged_tenants_stay_within_the_bound(
     sizes: list[tuple[int, int]], seats: int, seed: int
 ) -> None:

@@ -170,7 +170,7 @@ def test_stretching_all_times_stretches_all_latencies(
                 think_s=workload.think_s * f,
                 tenants=(Tenant(rtt_s=0.03 * f),),
             ),
-            config,
+            replace(config, session_keep_s=config.session_keep_s * f),
             LinearPricer(0.01 * f, 1e-5 * f, 1e-7 * f, host_s * f),
             make_policy=make_policy,
             frontend=Frontend(0.002 * f, 1e-5 * f, 1e-6 * f),

@@ -38,7 +38,7 @@ class LinearPricer:
         return self._host_s
 
     def move_s(self, num_pages: int) -> float:
-        return num_pages * 0.0005
+        return num_pages * (0.05 * self.fixed_s)
 
 
 def make_workload(

@@ -70,7 +70,7 @@ def test_the_same_seed_gives_the_same_bytes_in_every_file(tmp_path: Path) -> Non
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert outputs[0] == outputs[1]
     names = sorted(path.name for path in (folders[0] / "out").iterdir())
-    assert len(names) == 7
+    assert len(names) == 10
     for name in names:
         first, second = ((folder / "out" / name).read_bytes() for folder in folders)
         assert first == second, name
