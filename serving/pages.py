@@ -183,12 +183,16 @@ class PagePool:
             hit = hit[: next(i for i, page in enumerate(hit) if page in hit[:i])]
         return hit
 
-    def _forget(self, pages: Pages) -> None:
+    def unregister(self, pages: Pages) -> None:
+        """Nobody may find these pages any more: what their keys name was not computed."""
+        self._forget(pages[self._has_key[pages]], keep=False)
+
+    def _forget(self, pages: Pages, *, keep: bool = True) -> None:
         index, key_of = self._index, self._key_of
         self._has_key[pages] = False
         for page in pages.tolist():
             key = key_of[page]
-            if self.tier is not None and key is not None:
+            if keep and self.tier is not None and key is not None:
                 self.tier.keep(key, page)
             key_of[page] = None
             held = index[key]

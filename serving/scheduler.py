@@ -310,6 +310,11 @@ class Scheduler:
                 request, seqs.tables[slot, : -(-computed // self.config.page_tokens)], computed
             )
         identified = seqs.identified_pages(slot, scheduled)
+        if scheduled and identified:
+            # Identified for their place in the queue, as in vLLM; but the step that would have filled them is undone.
+            filled = min(identified, int(seqs.computed[slot]) // self.config.page_tokens)
+            seqs.pool.unregister(seqs.tables[slot, filled:identified])
+            identified = filled
         keyed = len(request.keys)
         if seqs.pool.caching and identified > keyed and not isinstance(request.keys, TokenKeys):
             request.private_pages = seqs.tables[slot, :identified].copy()
