@@ -31,7 +31,10 @@ def conformance_lines(found: Conformance, saved: Mapping[str, Path]) -> list[str
                 lines.append(f"    tokentwin simulate --config {saved[check.kind]}")
     verdict = "Passes" if found.passed else "Fails"
     queue = "" if found.queue_order == "fcfs" else f" with queue order {found.queue_order}"
-    lines += _wrap(f"{verdict}: {found.policy}{queue}, {found.num_cases} random loads.", "")
+    lines += _wrap(
+        f"{verdict}: {found.policy}{queue}, {found.num_cases} random load{'s' if found.num_cases != 1 else ''}.",
+        "",
+    )
     return lines
 
 

@@ -141,6 +141,7 @@ def test_where_results_are_looked_for(sweep: Path, tmp_path: Path) -> None:
         (["SWEEP", "--reports", "99"], "numbered 0 to 23"),
         (["SWEEP", "-o", "folder"], "a page is one file"),
         (["SWEEP", "--price", "h200"], "is not GPU=DOLLARS_PER_HOUR"),
+        (["SWEEP", "--price", "h200=3", "b200=5"], "--price b200: no point of"),
     ],
 )
 def test_what_cannot_be_is_one_line(

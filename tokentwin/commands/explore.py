@@ -67,6 +67,13 @@ def explore(
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"-o {output}: a page is one file; name it, such as -o {output / PAGE}")
     known = load_prices(prices, price or ())
+    there = {point.gpu for point in space.points}
+    if price and (
+        unused := [gpu for gpu in (item.partition("=")[0].strip() for item in price) if gpu not in there]
+    ):
+        raise UsageError(
+            f"--price {unused[0]}: no point of {results} is on it; price {', '.join(sorted(there))}"
+        )
     page = output or space.root / PAGE
     if reports:
         if space.kind == "plan":
