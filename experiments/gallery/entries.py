@@ -5,9 +5,9 @@ from __future__ import annotations
 from experiments.gallery.batching import chunk_size, fairness, policies, size_classes
 from experiments.gallery.drafts import speculation, speculation_load
 from experiments.gallery.entry import Maker
-from experiments.gallery.fleet import admission, cold_start, jitter, routing
+from experiments.gallery.fleet import admission, cold_start, jitter, response_cache, routing
 from experiments.gallery.memory import cliff, eviction, host_tier, paging, preemption
-from experiments.gallery.parallel import pipeline_figure
+from experiments.gallery.parallel import pipeline_parallel
 from experiments.gallery.rest import quantisation, streaming, tensor_parallel
 
 ENTRIES: tuple[Maker, ...] = (
@@ -22,9 +22,10 @@ ENTRIES: tuple[Maker, ...] = (
     host_tier,
     cliff,
     preemption,
+    response_cache,
     streaming,
     tensor_parallel,
-    pipeline_figure,
+    pipeline_parallel,
     fairness,
     admission,
     routing,

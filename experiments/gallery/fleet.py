@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from experiments import theme
 from experiments.gallery.entry import Entry, mixed, p, run, times, traffic
 from sim.latency import latencies
 from sim.record import Status
+from sim.workload import Workload
 
 
 def admission() -> Entry:
@@ -157,4 +160,53 @@ def jitter() -> Entry:
         "as they "
         "were. Stalls are an assumption of yours; no profile has measured any.",
         fig,
+    )
+
+
+def response_cache() -> Entry:
+    """Repeated requests, answered before they reach an engine."""
+    rates = (5.0, 10.0, 15.0, 20.0, 25.0)
+    fig = theme.figure(height=330)
+    tails: dict[str, list[float]] = {}
+    share = 0.0
+    for name, fields in (
+        ("every request to the engine", {}),
+        ("answers given again", {"response_cache": "memory"}),
+    ):
+        tails[name] = []
+        for rate in rates:
+            record, summary = run(popular(rate), **fields)
+            tails[name].append(p(summary, "ttft"))
+            share = max(share, summary.answered_before / len(record.requests))
+        fig.add_scatter(x=rates, y=tails[name], name=name, mode="lines+markers")
+    fig.update_xaxes(title_text="requests/s").update_yaxes(title_text="P95 TTFT (ms)", type="log")
+    plain, cached = (values[-1] for values in tails.values())
+    return Entry(
+        "response_cache",
+        "Response cache: answers given before",
+        "--response-cache memory (serve: also redis://HOST:PORT/0)",
+        f"Questions of a help desk, of which some are popular (Zipf): up to {share:.0%} of the requests repeat one "
+        f"that has been "
+        f"answered. Answered again at once, they leave the engine to the others: at {rates[-1]:g} requests/s P95 TTFT is "
+        f"{cached:,.0f} instead of {plain:,.0f} ms. An answer is that of the very same prompt, sampling and weights, "
+        f"or none.",
+        fig,
+    )
+
+
+def popular(rate: float, questions: int = 2000) -> Workload:
+    """Requests for questions drawn by Zipf's law; the same question is the same prompt and answer."""
+    rng = np.random.default_rng(0)
+    count = int(40 * rate)
+    load = traffic(random_input_len=8, random_output_len=8, num_prompts=count, request_rate=rate)
+    weights = 1.0 / np.arange(1, questions + 1)
+    asked = rng.choice(questions, count, p=weights / weights.sum())
+    prompt, answer = rng.integers(400, 2400, questions), rng.integers(100, 400, questions)
+    return replace(
+        load,
+        prompt_tokens=prompt[asked],
+        output_tokens=answer[asked],
+        segment_offsets=np.arange(count + 1),
+        segment_ends=prompt[asked],
+        segment_streams=asked.astype(np.int64),
     )

@@ -18,7 +18,7 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def pipeline_figure() -> Entry:
+def pipeline_parallel() -> Entry:
     """TPOT over load of four devices, cut across, along, or both ways."""
     rates = (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
     fig = theme.figure(height=340)
@@ -38,7 +38,7 @@ def pipeline_figure() -> Entry:
     across, both, along, even = (tpot[name] for name, _ in WAYS)
     idle, idle_even = (bubbles[name] or 0.0 for name, _ in WAYS[2:])
     return Entry(
-        "pipeline_figure",
+        "pipeline_parallel",
         "Parallelism: pipeline parallel",
         "--pipeline-parallel-size, with --tensor-parallel-size; simulate, capacity, sweep and plan",
         f"A 70B model on four H100. At {rates[0]:g} requests/s a token passes all stages, none of which helps another: "
