@@ -241,6 +241,8 @@ class _Clinic:
 
     def _simulate(self, built: Built) -> tuple[RunRecord, Summary]:
         record = simulate(self.workload, built, seed=self.run.seed)
+        if record.interrupted:
+            raise KeyboardInterrupt
         return record, summarise(record, goodput=self.run.goodput, slos=self.slos)
 
     def _figure(self, record: RunRecord) -> float:

@@ -179,7 +179,10 @@ def compare_policies(
 def _most(built: Built, name: str, num_prompts: int, seed: int) -> float:
     """Requests a second when everything is there at once."""
     workload = load_workload(workload_spec(name, float("inf"), num_prompts), seed=seed)
-    return summarise(simulate(workload, built)).request_throughput
+    record = simulate(workload, built)
+    if record.interrupted:
+        raise KeyboardInterrupt
+    return summarise(record).request_throughput
 
 
 def _cells(workload: str, candidate: str, runs: Mapping[str, Replicated]) -> list[Cell]:

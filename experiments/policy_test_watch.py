@@ -147,9 +147,9 @@ def _at_the_end(record: RunRecord, watched: Watched, built: Built) -> Problem | 
 
 
 def run(built: Built, workload: Workload, policy: BatchPolicy, *, fast_forward: bool) -> RunRecord:
-    """The twin of a case with a given policy object."""
+    """The twin of a case with a given policy object. Raises KeyboardInterrupt when interrupted."""
     d = built.deployment
-    return run_world(
+    record = run_world(
         workload,
         built.limits,
         built.pricer,
@@ -159,6 +159,9 @@ def run(built: Built, workload: Workload, policy: BatchPolicy, *, fast_forward: 
         ),
         fast_forward=fast_forward,
     )
+    if record.interrupted:
+        raise KeyboardInterrupt
+    return record
 
 
 def differs(a: RunRecord, b: RunRecord) -> str:

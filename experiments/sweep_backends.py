@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -66,6 +67,9 @@ class Local:
                 yield attempt(runner, base, task)
             return
         joblib: Any = import_module("joblib")
+        warnings.filterwarnings(
+            "ignore", message=r"\d+ tasks which were", category=UserWarning
+        )  # after Ctrl-C
         work = joblib.delayed(_in_worker)
         parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered")
         try:

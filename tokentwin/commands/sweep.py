@@ -22,6 +22,7 @@ from experiments.sweep_spec import NAME, Params, Space, SweepSpec, product, read
 from experiments.sweep_store import RESULTS, SUMMARY_CSV, Store
 from serving.errors import UsageError
 from sim.workload.yaml_lines import line_of
+from tokentwin.cli import INTERRUPTED
 from tokentwin.config_file import print_config, typed, with_config
 from tokentwin.flag_tables import DEPLOYMENT, PROMISES, RUN, TRAFFIC
 from tokentwin.flags import Flag, find, takes
@@ -80,8 +81,15 @@ def sweep(
     if given.get("dry_run"):
         sys.stdout.write("\n".join(_plan_lines(asked, root)) + "\n")
         return 0
-    with _bar(silent=bool(given.get("disable_tqdm"))) as told:
-        end, _ = run_asked(asked, root, given, told=told)
+    try:
+        with _bar(silent=bool(given.get("disable_tqdm"))) as told:
+            end, _ = run_asked(asked, root, given, told=told)
+    except KeyboardInterrupt:
+        more = "" if given.get("resume") else " with --resume"
+        sys.stderr.write(
+            f"error: interrupted; what is done is in {root}; the same command{more} goes on from there\n"
+        )
+        return INTERRUPTED
     sys.stdout.write("\n".join(_end_lines(end, root)) + "\n")
     return FAILED if end.failed else 0
 
