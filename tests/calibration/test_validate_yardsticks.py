@@ -1,4 +1,4 @@
-"""The yardsticks: real engines under load, replayed with the shipped profiles. Targets are issue 3's."""
+"""The yardsticks: real engines under load, replayed with the shipped profiles. Targets are those of docs/validation.md."""
 
 from __future__ import annotations
 
