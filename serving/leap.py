@@ -73,10 +73,11 @@ def steady_steps(scheduler: Scheduler, current: StepPlan | None = None) -> int:
     return steps
 
 
-def leap(scheduler: Scheduler, steps: int, current: StepPlan | None = None) -> None:
+def leap(scheduler: Scheduler, steps: int, current: StepPlan | None = None, charged: int = 0) -> None:
     """Plan and commit `steps` decode steps of the whole running set at once; `steps` comes from `steady_steps`.
 
-    Under asynchronous scheduling `current` becomes the last of them, in flight.
+    Under asynchronous scheduling `current` becomes the last of them, in flight. Under fair sharing `charged` of the
+    steps are on the tenants' accounts already.
     """
     seqs = scheduler.seqs
     size = scheduler.config.page_tokens
@@ -99,7 +100,7 @@ def leap(scheduler: Scheduler, steps: int, current: StepPlan | None = None) -> N
     seqs.computed[slots] = computed + steps
     seqs.known[slots] += steps
     if scheduler.fair is not None:
-        scheduler.charge_outputs(slots, steps)
+        scheduler.charge_outputs(slots, steps - charged)
     if seqs.target is not seqs.known:
         seqs.target[slots] += steps
     if seqs.num_keyed:

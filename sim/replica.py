@@ -85,6 +85,8 @@ class Replica:
         self._leap_ends_s: Floats | None = None
         self._leap_timer: Event | None = None
         self._cut_at: int | None = None
+        self._charged = 0
+        """Steps of the leap in progress that are on the tenants' accounts under fair sharing."""
         self._moved: Event | None = None
         self._starts: dict[int, int] = {}
         self._speculator = None if speculation is None else speculation.perturbed(pricer).speculator()
@@ -154,6 +156,11 @@ class Replica:
         """A request reaches this engine's queue. False when the scheduler rejects it."""
         row = self._row(request)
         self._requests.replica[row] = self.index
+        if self._leap_ends_s is not None and self.scheduler.fair is not None:
+            # Whoever comes is lifted to what the others have been served by now.
+            over = self._steps_over()
+            self.scheduler.charge_outputs(self.scheduler.seqs.order_array(), over - self._charged)
+            self._charged = over
         if not self.scheduler.add(request):
             self._requests.status[row] = int(Status.REJECTED)
             self._requests.reason[row] = request.reason
@@ -227,7 +234,7 @@ class Replica:
                 context_max = plan.decode_context_max + 1
                 gpu = self._price_leap(plan, context_sum, context_max, steps)
                 steps = yield from self._leap(steps, gpu, gpu + host_s, host_s, context_sum, plan)
-                leap(scheduler, steps)
+                leap(scheduler, steps, charged=self._charged)
 
     def _serve_async(self) -> Generator[Event, object, None]:
         scheduler, clock = self.scheduler, self.clock
@@ -240,7 +247,7 @@ class Replica:
                 steps = yield from self._leap(
                     steps, gpu, np.maximum(gpu, host_s), host_s, context_sum, current
                 )
-                leap(scheduler, steps, current)
+                leap(scheduler, steps, current, self._charged)
                 gpu_s = self._price(current, len(self.steps))[0]
             ahead = scheduler.plan(self.now_s)
             if ahead is not None:
@@ -300,6 +307,8 @@ class Replica:
             gpu_s += self.pricer.move_s(sum(len(move.sources) for move in (*plan.swap_out, *plan.swap_in)))
         if self._noise is not None:
             gpu_s = gpu_s * self._noise.at(step)
+            if self._noise.stalls_any:
+                gpu_s = gpu_s + self._noise.stall_at(step)
         return gpu_s, self.pricer.host_s(len(plan), plan.num_tokens) + self._speculator.host_s(plan)
 
     def _price_leap(self, plan: StepPlan, context_sum: int, context_max: int, steps: int) -> Floats:
@@ -334,7 +343,7 @@ class Replica:
         """Sleep through up to `steps` steps and log them; returns how many were run before somebody arrived."""
         ends_s = np.cumsum(np.concatenate(((self.now_s,), step_s)))
         num_waiting = self.scheduler.num_waiting
-        self._leap_ends_s, self._cut_at = ends_s[1:], None
+        self._leap_ends_s, self._cut_at, self._charged = ends_s[1:], None, 0
         self._leap_timer = self.clock.at(float(ends_s[-1]), self._priority)
         yield self._leap_timer
         if self._cut_at is not None:

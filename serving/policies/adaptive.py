@@ -65,7 +65,11 @@ class Adaptive(BatchPolicy):
                 break
 
     def may_admit(self, scheduler: Scheduler) -> bool:
-        return super().may_admit(scheduler) and next(self._candidates(scheduler), None) is not None
+        if not super().may_admit(scheduler):
+            return False
+        if self.max_running_tokens is not None and scheduler.fair is not None:
+            return True  # every token served may bring another to the head, and that one may fit
+        return next(self._candidates(scheduler), None) is not None
 
     def _candidates(self, scheduler: Scheduler) -> Iterator[Request]:
         """Waiting requests that the caps let in one after the other, each supposed to be admitted."""

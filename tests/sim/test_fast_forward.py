@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from serving.config import SchedulerConfig
 from serving.policies import Adaptive, BatchPolicy, Chunked, Continuous, Static
-from sim.record import RunRecord, Status
+from sim.record import RunRecord, Status, Tenant
 from sim.workload.types import Workload
 from sim.world import run_world
 from tests.sim.worlds import LinearPricer, make_workload
@@ -40,7 +41,7 @@ def workloads(draw: st.DrawFn) -> Workload:
             segments.append([(prompts[i] + outputs[i], draw(st.integers(10, 12)))])
         else:
             segments.append([])
-    return make_workload(
+    workload = make_workload(
         np.cumsum(gaps).tolist(),
         prompts,
         outputs,
@@ -48,6 +49,9 @@ def workloads(draw: st.DrawFn) -> Workload:
         priority=draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)),
         max_concurrency=draw(st.sampled_from([None, 1, 3])),
     )
+    tenants = draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
+    weights = (Tenant("a"), Tenant("b", weight=2.0), Tenant("c", weight=0.5))
+    return replace(workload, tenant=np.array(tenants, np.int64), tenants=weights)
 
 
 @st.composite
@@ -71,6 +75,34 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         watermark=draw(st.sampled_from([0.0, 0.05])),
         async_scheduling=draw(st.booleans()),
     )
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    asynchronous=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_leap_under_fair_sharing_ends_where_another_head_would_fit(seed: int, asynchronous: bool) -> None:
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(6, 12))
+    workload = make_workload(
+        np.cumsum(rng.choice([0, 0.01, 0.2], count)).tolist(),
+        rng.integers(1, 70, count).tolist(),
+        rng.integers(1, 90, count).tolist(),
+    )
+    workload = replace(workload, tenant=rng.integers(0, 2, count), tenants=(Tenant("a"), Tenant("b")))
+    config = SchedulerConfig(num_pages=64, max_num_seqs=6, queue_order="fair", async_scheduling=asynchronous)
+    leapt, stepped = (
+        run_world(
+            workload,
+            config,
+            LinearPricer(),
+            make_policy=lambda: Adaptive(max_running_tokens=150),
+            fast_forward=fast_forward,
+        )
+        for fast_forward in (True, False)
+    )
+    assert_same(leapt, stepped)
 
 
 def assert_same(a: RunRecord, b: RunRecord) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serving.config import SchedulerConfig
 from serving.policies import BatchPolicy, Chunked, Continuous, Static
-from sim.record import Floats, RunRecord, Status, Tenant
+from sim.record import Floats, RunRecord, Status
 from sim.router import router_names
 from sim.workload.types import Workload
 from sim.world import Frontend, run_world
@@ -101,7 +101,7 @@ def test_every_request_is_finished_rejected_or_unfinished(
     until_s: float,
     rtt_s: float,
 ) -> None:
-    workload = replace(workload, tenants=(Tenant(rtt_s=rtt_s),))
+    workload = replace(workload, tenants=tuple(replace(t, rtt_s=rtt_s) for t in workload.tenants))
     run = run_world(
         workload,
         config,
@@ -168,7 +168,7 @@ def test_stretching_all_times_stretches_all_latencies(
                 workload,
                 sent_s=workload.sent_s * f,
                 think_s=workload.think_s * f,
-                tenants=(Tenant(rtt_s=0.03 * f),),
+                tenants=tuple(replace(t, rtt_s=0.03 * f) for t in workload.tenants),
             ),
             replace(config, session_keep_s=config.session_keep_s * f),
             LinearPricer(0.01 * f, 1e-5 * f, 1e-7 * f, host_s * f),
