@@ -305,7 +305,9 @@ class Scheduler:
         """
         seqs = self.seqs
         request = seqs.request(slot)
-        if self.config.swap_pages and self._worth_swapping(computed := int(seqs.computed[slot])):
+        # Of drafts in flight nobody knows yet which stand; the last known token is certain.
+        computed = min(int(seqs.computed[slot]), int(seqs.known[slot]))
+        if self.config.swap_pages and self._worth_swapping(computed):
             self.swap.move_out(
                 request, seqs.tables[slot, : -(-computed // self.config.page_tokens)], computed
             )

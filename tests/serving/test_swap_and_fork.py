@@ -13,6 +13,7 @@ from serving.plan import StepPlan
 from serving.request import Request, State
 from serving.scheduler import Scheduler
 from serving.swap import SwapSpace
+from tests.serving.driver import Engine
 
 
 def scheduler(**limits: object) -> Scheduler:
@@ -51,6 +52,25 @@ def test_a_swapped_sequence_goes_on_where_it_stopped() -> None:
     assert engine.swap.num_free == 5
     assert first.num_tokens == 17
     assert second.num_tokens == 16
+
+
+def test_drafts_in_flight_are_not_taken_for_tokens_when_swapping() -> None:
+    engine = Engine(
+        num_pages=7,
+        page_tokens=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        swap_pages=20,
+        async_scheduling=True,
+        num_speculative_tokens=1,
+        draft_has_kv=True,
+    )
+    engine.accept = lambda request_id, drafts: 0
+    requests = [engine.add(name, 7, 10) for name in "ab"]
+    engine.run()
+    assert sum(r.preemptions for r in requests), "there must be something to swap"
+    assert [len(engine.answers[name]) for name in "ab"] == [10, 10]
+    assert engine.scheduler.swap.num_free == 20
 
 
 def test_when_the_host_is_full_sequences_are_recomputed() -> None:
