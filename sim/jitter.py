@@ -36,6 +36,8 @@ def step_noise(built: Built, noise: StepNoise | None, seed: int) -> StepNoise | 
 
 
 def _measured(built: Built) -> float:
+    if built.pools:
+        return max(map(_measured, built.pools))
     d = built.deployment
     return spread_of(
         built.model,

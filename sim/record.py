@@ -218,5 +218,9 @@ class RunRecord:
         if several is not None:
             parts = [np.repeat(part, several[r]) for part, r in zip(parts, ranges, strict=True)]
         if not parts:
-            return np.empty(0)
+            r = self.requests
+            if r.status[row] != Status.FINISHED or r.replica[row] >= 0:
+                return np.empty(0)
+            # Answered from the cache: all tokens at once, out of no step.
+            return np.full(1 if together else int(r.output_tokens[row]), r.engine_done_s[row])
         return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)

@@ -193,6 +193,8 @@ class _World:
             )
         self.repeats: list[int] | None = None
         """Of each request the first that is the very same, where there is a cache of answers."""
+        self._answered: set[int] = set()
+        """Of those firsts the ones whose answer is in the cache."""
         self._all_done: Event = self.clock.event()
         if len(workload):
             self.clock.process(self._send_on_time())
@@ -233,7 +235,7 @@ class _World:
         """The request joins the server's queue."""
         now_s = self.clock.now
         self.log.queued_s[row] = now_s
-        if self.repeats is not None and self.log.status[self.repeats[row]] == Status.FINISHED:
+        if self.repeats is not None and self.repeats[row] in self._answered:
             self._answered_before(row, now_s)
             return
         if not self.router.submit(self._request(row)):
@@ -279,6 +281,8 @@ class _World:
     def _ended(self, row: int, client_s: float) -> None:
         """The client has its answer (or its refusal) at `client_s`."""
         self.done += 1
+        if self.repeats is not None and self.log.status[row] == Status.FINISHED:
+            self._answered.add(self.repeats[row])
         if self.done == len(self.workload):
             self._all_done.succeed()
         if self._seats < math.inf or self._next_turns:

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from serving.errors import UsageError
-from sim.deployment import Deployment, simulate
+from sim.deployment import Deployment, build, simulate
+from sim.jitter import step_noise
 from sim.metrics import summarise
 from sim.noise import StepNoise
 from sim.record import RunRecord
+from sim.replications import deployment_spread
 from tests.sim.worlds import make_workload
 
 LOAD = make_workload([0.05 * i for i in range(40)], [200] * 40, [300] * 40)
@@ -57,6 +59,24 @@ def test_the_profiles_own_jitter() -> None:
     again, other = run(step_jitter="profile"), run(step_jitter="profile", seed=1)
     np.testing.assert_array_equal(again.steps.end_s, jittered.steps.end_s)
     assert other.steps.end_s[-1] != jittered.steps.end_s[-1]
+
+
+def test_steps_with_drafts_stall_too() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "acceptance": 0.5}
+    plain, stalled = (
+        run(speculative_config=drafts, **more) for more in ({}, {"stall_rate": 0.05, "stall_ms": 40.0})
+    )
+    late_s = stalled.steps.gpu_s.sum() - plain.steps.gpu_s.sum()
+    assert late_s > 0.5 * 0.05 * 0.040 * len(stalled.steps)
+
+
+def test_the_profiles_own_jitter_is_that_of_the_pools() -> None:
+    pools = [{"quantization": "fp8", "tensor_parallel_size": 2}, {"gpu": "l40s", "weight": 1.0}]
+    pools[0]["weight"] = 1.0
+    built = build(Deployment(model="llama-3.1-8b", gpu="h100", step_jitter="profile", pools=pools))
+    noise = step_noise(built, None, 0)
+    assert noise is not None
+    assert noise.log_std == deployment_spread(built).step_log_std
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from sim.deployment import Deployment, simulate
 from sim.latency import latencies
 from sim.metrics import summarise
 from sim.record import Status, Tenant
+from sim.streaming import reading
 from sim.world import run_world
 from tests.sim.worlds import LinearPricer, make_workload
 
@@ -50,6 +51,33 @@ def test_without_it_nothing_is_answered_before() -> None:
     record = run_world(workload, SchedulerConfig(100), LinearPricer())
     assert record.requests.replica.tolist() == [0, 0]
     assert summarise(record).answered_before == 0
+
+
+def test_a_repeat_of_one_that_was_refused_is_kept_for_the_next() -> None:
+    # The first is refused while the other runs and waits; the second of its kind is answered, and the third from that.
+    workload = make_workload(
+        [0.0, 0.1, 0.2, 30.0, 60.0], [40] * 5, [500, 500, 5, 5, 5], segments=[[], [], SAME, SAME, SAME]
+    )
+    deployment = Deployment(
+        model="llama-3.1-8b",
+        gpu="h100",
+        max_num_seqs=1,
+        admission={"max_waiting": 1},
+        response_cache="memory",
+    )
+    r = simulate(workload, deployment).requests
+    assert r.status[2:].tolist() == [Status.REJECTED, Status.FINISHED, Status.FINISHED]
+    assert r.replica[2:].tolist() == [-1, 0, -1]
+
+
+def test_all_tokens_of_a_cached_answer_come_at_once() -> None:
+    workload = make_workload([0.0, 5.0], [40] * 2, [5] * 2, segments=[SAME] * 2)
+    record = run_world(workload, SchedulerConfig(100), LinearPricer(), response_cache=True)
+    np.testing.assert_array_equal(record.token_times_s(1), np.full(5, record.requests.last_token_s[1]))
+    assert len(record.event_times_s(1)) == 1
+    seen = reading(record)
+    assert seen.longest_pause_s[1] == 0.0
+    assert seen.first_word_s[1] == pytest.approx(0.0)
 
 
 def test_conversations_go_on_after_a_cached_answer() -> None:
