@@ -248,7 +248,7 @@ def _settings(runs: Sequence[Opened], names: Sequence[str]) -> str:
         )
     rows = []
     for key in keys:
-        cells = "".join(f"<td>{escape(_word(settings.get(key)))}</td>" for settings in every)
+        cells = "".join(f"<td>{escape(_word(key, settings.get(key)))}</td>" for settings in every)
         rows.append(f'<tr><th scope="row">{escape(key)}</th>{cells}</tr>')
     return framed("Settings that differ", _beside(names, rows))
 
@@ -275,8 +275,10 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _word(value: Any) -> str:
-    return "default" if value is None else str(value)
+def _word(key: str, value: Any) -> str:
+    if value is None:
+        return "–" if key.startswith(("workload", "slos", "goodput_s")) else "default"
+    return str(value)
 
 
 def _links(runs: Sequence[Opened], names: Sequence[str], at: Path) -> str:
