@@ -46,8 +46,8 @@ SEARCH = (
     Flag("jobs", int, "Processes that share the runs of the interval.", "Run", (), "all cores"),
 )  # fmt: skip
 _HELP = {
-    "num_prompts": f"Requests of a run of full length ({FULL} by default), at least {SHORT} and more where a request takes "
-    "long; of a trace, its first requests.",
+    "num_prompts": f"Requests of a run of full length ({FULL} by default), at least {SHORT} and more where a request "
+    "takes long; of a trace, its first requests.",
     "request_rate": "Where the search starts; does not change the answer. A trace with it is sent at a steady rate.",
     "output_dir": "Folder for capacity.json and everything about the run at capacity, report.html among it.",
     "fail_on_slo": "Exit with code 3 when no load, or not the target, is sustained.",
