@@ -293,9 +293,14 @@ class TenantSpec(Spec):
                 raise ValueError(
                     f"sessions: {dataset.name} already says in hash_ids what is shared; remove sessions"
                 )
-            if isinstance(dataset, ShareGptSpec) and dataset.multi_turn and self.sessions.turns_max > 1:
+            of_file = isinstance(dataset, ShareGptSpec) and dataset.multi_turn
+            if of_file and self.sessions.turns_max > 1:
                 raise ValueError(
                     "sessions.turns_max has no effect with multi_turn, whose turns are the file's; remove one"
+                )
+            if self.sessions.think_s and self.sessions.turns_max == 1 and not of_file:
+                raise ValueError(
+                    "a think time has no effect on sessions of one turn; raise turns_max (--session-turns-max)"
                 )
             if self.arrivals.from_trace and isinstance(dataset, (AzureSpec, BurstGptSpec)):
                 raise ValueError(
