@@ -110,13 +110,14 @@ def open_store(where: str, max_entries: int, ttl_s: int) -> Store:
     return RedisStore(client, ttl_s)
 
 
-def weights_version(model: str, load_format: str = "auto") -> str:
+def weights_version(model: str, load_format: str = "auto", computed: Sequence[object] = ()) -> str:
     """A digest of every byte that decides what a model answers: weights, configuration, tokenizer.
 
-    Of a name without files (random weights of a known shape) the name itself.
+    Of a name without files (random weights of a known shape) the name itself. `computed` says how it is computed:
+    formats and the longest context, which change answers as well.
     """
     path = Path(model).expanduser()
-    digest = hashlib.sha256(f"{load_format}\n".encode())
+    digest = hashlib.sha256(f"{load_format}\n{json.dumps(list(computed))}\n".encode())
     if not path.exists():
         digest.update(model.encode())
         return digest.hexdigest()
@@ -150,7 +151,7 @@ class CachingBackend:
     """A backend that answers from the cache what it can. `hits` and `lookups` count since the start."""
 
     def __init__(self, inner: Backend, store: Store, version: str) -> None:
-        self.inner, self._store, self._version = inner, store, version
+        self.inner, self._store, self.version = inner, store, version
         self.model, self.root, self.codec = inner.model, inner.root, inner.codec
         self.max_model_len = inner.max_model_len
         self.hits = self.lookups = 0
@@ -177,7 +178,7 @@ class CachingBackend:
         if not is_repeatable(request.sampling):
             return self.inner.submit(request)
         self.lookups += 1
-        key = key_of(self._version, request)
+        key = key_of(self.version, request)
         kept = self._store.get(key)
         if kept is not None:
             self.hits += 1

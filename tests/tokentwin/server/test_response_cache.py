@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from realengine.generation import Sampling
 from serving.errors import UsageError
 from tests.tokentwin.server.harness import serving, twin
+from tokentwin.commands.serve import with_cache
 from tokentwin.server.backend import GenerationRequest
 from tokentwin.server.response_cache import (
     CachingBackend,
@@ -96,6 +97,29 @@ def test_the_version_is_of_every_byte(tmp_path: Path) -> None:
     weights.write_bytes(changed)
     assert weights_version(str(tmp_path)) != before
     assert weights_version(str(tmp_path), "dummy") != weights_version(str(tmp_path))
+    assert weights_version(str(tmp_path), computed=["int8"]) != weights_version(
+        str(tmp_path), computed=["int4"]
+    )
+
+
+def test_servers_that_compute_differently_share_no_answers() -> None:
+    def version(**given: Any) -> str:
+        found = with_cache(twin(), {"model": "tiny", "response_cache": "memory"} | given)
+        assert isinstance(found, CachingBackend)
+        return found.version
+
+    assert version() == version()
+    assert (
+        len(
+            {
+                version(),
+                version(quantization="int8_wo"),
+                version(kv_cache_dtype="int4"),
+                version(engine="twin"),
+            }
+        )
+        == 4
+    )
 
 
 def test_the_least_recently_used_goes_first() -> None:
