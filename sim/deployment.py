@@ -155,7 +155,7 @@ class Deployment(BaseModel):
     for several servers. Off by default."""
     step_jitter: float | Literal["profile"] | None = None
     """Spread of step times from step to step, in log units: a number, or that of the profile's measurements. Off by
-    default; replications for intervals have the profile's."""
+    default; replications for intervals have the profile's where no number is given."""
     stall_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of steps that stall (page faults, collectors, neighbours)."""
     stall_ms: float = Field(default=0.0, ge=0)
@@ -422,6 +422,11 @@ def policy_options(deployment: Deployment) -> dict[str, Any]:
     if adaptive and deployment.policy != "adaptive":
         raise UsageError(
             "--size-classes, --max-running-tokens and --prefill-share have an effect only with --policy adaptive"
+        )
+    if (deployment.prefill_share or 1.0) < 1.0 and not deployment.enable_chunked_prefill:
+        raise UsageError(
+            f"--prefill-share {deployment.prefill_share:g} with --no-enable-chunked-prefill: a prompt longer than its "
+            "share is not cut and would wait until nobody decodes; drop one of them"
         )
     return options | adaptive
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def step_noise(built: Built, noise: StepNoise | None, seed: int) -> StepNoise | None:
-    """`noise` (that of a replication), or what the deployment asks for, with its stalls in both cases.
+    """`noise` (that of a replication), or what the deployment asks for; its stalls and a spread in numbers in both cases.
 
     Raises `UsageError` for a spread that cannot be and for half a stall.
     """
@@ -27,6 +27,8 @@ def step_noise(built: Built, noise: StepNoise | None, seed: int) -> StepNoise | 
         raise UsageError(
             f"--step-jitter is {d.step_jitter:g}; use profile, or a spread of 0 to 1 such as 0.02"
         )
+    if noise is not None and isinstance(d.step_jitter, float):
+        noise = replace(noise, log_std=d.step_jitter)
     if noise is None and d.step_jitter is not None:
         log_std = d.step_jitter if not isinstance(d.step_jitter, str) else _measured(built)
         noise = StepNoise(log_std, seed)

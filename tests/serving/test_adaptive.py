@@ -13,6 +13,7 @@ from serving.errors import UsageError
 from serving.policies import Adaptive, load_policy
 from serving.policies.adaptive import estimated_tokens, parse_size_classes
 from serving.request import Request
+from sim.deployment import Deployment, policy_options
 from tests.serving.driver import Engine
 
 
@@ -123,6 +124,15 @@ def test_nobody_starves(
 def test_errors(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         load_policy("adaptive", **options)
+
+
+def test_a_share_needs_prompts_that_can_be_cut() -> None:
+    uncut = Deployment(
+        model="llama-3.1-8b", policy="adaptive", prefill_share=0.5, enable_chunked_prefill=False
+    )
+    with pytest.raises(UsageError, match="would wait until nobody decodes"):
+        policy_options(uncut)
+    assert policy_options(uncut.model_copy(update={"prefill_share": 1.0})) == {"prefill_share": 1.0}
 
 
 def test_size_classes_as_text() -> None:

@@ -70,6 +70,12 @@ def test_steps_with_drafts_stall_too() -> None:
     assert late_s > 0.5 * 0.05 * 0.040 * len(stalled.steps)
 
 
+def test_replications_have_the_spread_that_was_asked_for() -> None:
+    built = build(Deployment(model="llama-3.1-8b", gpu="h100", step_jitter=0.3))
+    noise = step_noise(built, StepNoise(0.02, 5), 0)
+    assert noise == StepNoise(0.3, 5)
+
+
 def test_the_profiles_own_jitter_is_that_of_the_pools() -> None:
     pools = [{"quantization": "fp8", "tensor_parallel_size": 2}, {"gpu": "l40s", "weight": 1.0}]
     pools[0]["weight"] = 1.0
