@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from io import TextIOWrapper
 
-from cyclopts import App, CycloptsError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from serving.errors import TokenTwinError, UsageError
 from tokentwin.provenance import ARGV, VERSION
@@ -123,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnusedCliTokensError as error:
         unused = " ".join(error.unused_tokens or ())
         return _fail(f"unexpected {unused!r}; options start with --, and --help lists them", USAGE)
+    except UnknownOptionError as error:
+        return _fail(_unknown(error), USAGE)
     except CycloptsError as error:
         return _fail(str(error), USAGE)
     except KeyboardInterrupt:
@@ -139,6 +142,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(str(error.strerror), TokenTwinError.exit_code)
         return _fail(f"{error.filename}: {error.strerror}", UsageError.exit_code)
     return code if isinstance(code, int) else 0
+
+
+def _unknown(error: UnknownOptionError) -> str:
+    """The nearest option of the command; where none is near, the commands that have the option."""
+    from tokentwin.schema import commands_with_flags
+
+    name = (error.token.keyword or error.token.value or "").split("=")[0]
+    mine = [option for argument in error.argument_collection for option in argument.names]
+    owners = [
+        command
+        for command, flags in commands_with_flags()
+        if any(name in (flag.option, *flag.aliases) for flag in flags.values())
+    ]
+    if not owners or get_close_matches(name, mine, n=1, cutoff=0.8):
+        return str(error)
+    return f"Unknown option: {name}. It is an option of {', '.join(owners)}."
 
 
 def _fail(message: str, code: int) -> int:

@@ -28,6 +28,7 @@ MODEL = ("--model", "llama-3.1-8b")
         ((*SMALL, "--goodput", "tft:500"), "did you mean 'ttft'"),
         ((*SMALL, "--percentile-metrics", "ttf"), "did you mean 'ttft'"),
         ((*SMALL, "--max-num-sqs", "4"), "Did you mean --max-num-seqs?"),
+        ((*SMALL, "--slo-attainment", "0.9"), "--slo-attainment. It is an option of capacity, plan."),
         ((*SMALL, "extra"), "unexpected 'extra'"),
         # Out of range, or not a number.
         ((*SMALL[:-1], "0"), "--request-rate: must be a positive number, got 0"),
