@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments import theme
+from experiments.certainty import doubts
 from experiments.gap_figures import gap_curve
 from experiments.page import framed, list_section, page, write_page
 from experiments.report import Panel, laid_out
@@ -200,6 +201,7 @@ def _promises(runs: Sequence[Opened], names: Sequence[str]) -> str:
         mark = {True: "good", False: "bad", None: "plain"}[run.verdict.meets_slos]
         said = run.verdict.sentences[:slos] or run.verdict.sentences[:1]
         lines.append((mark, f"{name}: {' '.join(said)}"))
+        lines += [("warn", f"{name}: {doubt}") for doubt in doubts(run.verdict, run.certainty)]
         lines += [("warn", f"{name}: {note}") for note in run.missing]
     return list_section("Which keeps its promises", lines)
 
