@@ -47,6 +47,8 @@ def read_workload_file(path: str | Path) -> WorkloadSpec:
         raise UsageError(f"{path}: not YAML ({str(error)[:80]}); correct the file") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: is not a workload; it needs the key 'tenants' with a list")
+    if "model" in content and "tenants" not in content:
+        raise UsageError(f"{path}: is a file of options and no workload; give it to --config")
     content.setdefault("name", path.name.removesuffix(".gz").rsplit(".", 1)[0])
     for dataset in _datasets(content):
         for key in ("path", "tokenizer"):
@@ -115,6 +117,9 @@ def explain(
     place = name_of(first["loc"])
     kind, value = first["type"], first["input"]
     message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.replace("a valid tuple", "a list").replace(
+        "a valid dictionary or object to extract fields from", "a mapping of keys"
+    )
     if kind == "extra_forbidden":
         key = str(first["loc"][-1])
         where = f"{dotted(first['loc'])}" if name_of is dotted else f"{key!r} in {place}"

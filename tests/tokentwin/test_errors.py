@@ -59,6 +59,7 @@ MODEL = ("--model", "llama-3.1-8b")
         ((*MODEL, "--dataset-path", "/"), "/: is a folder"),
         ((*SMALL, "--gpu", "/nowhere/gpu.json"), "/nowhere/gpu.json: no such file"),
         (("--model", "/nowhere/config.json"), "/nowhere/config.json: no such file"),
+        (("--pools", "{gpu: h200}", *SMALL), "--pools: must be a list"),
         # Without effect.
         ((*SMALL, "--fail-on-slo"), "--fail-on-slo has no effect without --slo"),
         ((*SMALL, "--append-result"), "--append-result has no effect without --save-result"),

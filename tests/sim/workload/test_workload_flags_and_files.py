@@ -137,6 +137,8 @@ def test_scaling_a_curve_scales_its_rates(tmp_path: Path) -> None:
         ("a: [", "line 1: not YAML"),
         ("- 1", "is not a workload"),
         ("{}", "tenants is missing; add it"),
+        ("model: llama-3.1-8b", "is a file of options and no workload; give it to --config"),
+        ("tenants: [{dataset: random}]", "tenants[0].dataset: must be a mapping of keys"),
         ("tenants: []", "tenants: tuple should have at least 1 item"),
         (
             "tenants: [{dataset: {name: random}}]\ntenants: []",
