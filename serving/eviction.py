@@ -48,10 +48,12 @@ class ValuedPool(PagePool):
         self._entry: npt.NDArray[np.int64] = np.zeros(config.num_pages + 1, np.int64)
         self._entries = 0
         self._evicted_worth = 0.0
+        self._kept_until_s: npt.NDArray[np.float64] = np.zeros(config.num_pages + 1)
 
     def take(self, count: int) -> Pages:
         pages = super().take(count)
         self._found[pages] = 0
+        self._kept_until_s[pages] = 0.0
         return pages
 
     def _take_back(self, count: int) -> Pages:
@@ -99,7 +101,10 @@ class ValuedPool(PagePool):
             keep_s = 0.0
             if owner is not None and owner.session is not None:
                 keep_s = config.session_keep_s * config.session_decay**owner.turn
-            return np.full(len(pages), self.now_s + keep_s)
+            # What one conversation is promised, no other request that shares the page takes back.
+            until_s: npt.NDArray[np.float64] = np.maximum(self.now_s + keep_s, self._kept_until_s[pages])
+            self._kept_until_s[pages] = until_s
+            return until_s
         found: npt.NDArray[np.float64] = self._found[pages].astype(np.float64) + 1.0
         if config.kv_eviction == "cost" and config.attention_tokens:
             found *= 1.0 + np.arange(len(pages)) * (config.page_tokens / config.attention_tokens)

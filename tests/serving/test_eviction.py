@@ -14,7 +14,7 @@ from serving.config import SchedulerConfig
 from serving.errors import UsageError
 from serving.eviction import ValuedPool
 from serving.request import Request
-from tests.serving.driver import Engine
+from tests.serving.driver import Engine, own_tokens
 
 PAGE = 4
 
@@ -127,6 +127,21 @@ def test_a_scan_does_not_push_out_what_is_popular(order: str, kept: int) -> None
     finish(engine, *((f"p{i}", [*POPULAR, 7], {}) for i in range(3)))
     finish(engine, *((name, scan(name), {}) for name in "abc"))
     assert hits(engine, "again", POPULAR) == kept
+
+
+def test_a_request_without_a_session_does_not_shorten_what_a_conversation_keeps() -> None:
+    engine = Engine(num_pages=16, page_tokens=4, kv_eviction="session", session_keep_s=1000.0)
+    system, first = own_tokens("system", 16), own_tokens("first turn", 8)
+    engine.add("turn", [*system, *first], 1, session=1, turn=0)
+    engine.run()
+    engine.add("once", [*system, *own_tokens("once", 3)], 1)
+    engine.run()
+    for name in "abcd":
+        engine.add(name, 36, 1)
+        engine.run()
+    again = engine.add("next turn", [*system, *first, 7, 8, 9], 1, session=1, turn=1)
+    engine.run()
+    assert again.cached_tokens == 24
 
 
 def test_what_was_popular_ages() -> None:
