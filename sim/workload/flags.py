@@ -210,7 +210,12 @@ def _parse(content: dict[str, Any], dataset: str, given: dict[str, Any]) -> Work
 def _from_file(path: Path, given: dict[str, Any], what: str) -> WorkloadSpec:
     for flag in given:
         if flag not in FILE_FLAGS:
-            raise UsageError(f"{flag_name(flag)} has no effect with {what}; set it in the file's tenants")
+            fix = (
+                "set it in the file's tenants"
+                if given.get("dataset_path")
+                else "take another dataset, such as random"
+            )
+            raise UsageError(f"{flag_name(flag)} has no effect with {what}; {fix}")
     workload = read_workload_file(path)
     # The overrides are checked on a tenant of their own and then put into the file's.
     overrides = {flag: given[flag] for flag in ("goodput", "rtt_ms") if flag in given}
