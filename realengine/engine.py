@@ -142,8 +142,9 @@ class Engine:
         """Queue `sampling.n` answers to a prompt of token ids; `listener` is told of each of their tokens.
 
         `salt` keeps a prefix cache apart from those of other salts; `weight` is the tenant's under fair sharing; `turn`
-        says of which conversation this is which turn, from 0, for the `session` eviction order. Raises `UsageError` for an
-        unknown token id and `EngineError` when the engine has ended. A request that can never run is answered with "rejected".
+        says of which conversation this is which turn, from 0, for the `session` eviction order. Raises `UsageError` for
+        an unknown token id and `EngineError` when the engine has ended. A request that can never run is answered with
+        "rejected".
         """
         self._check_alive()
         ids = [int(token) for token in prompt]

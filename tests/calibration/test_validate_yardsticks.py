@@ -1,4 +1,4 @@
-"""The yardsticks: real engines under load, replayed with the shipped profiles. Targets are those of docs/validation.md."""
+"""The yardsticks: real engines under load, replayed with the shipped profiles. docs/validation.md has the targets."""
 
 from __future__ import annotations
 
