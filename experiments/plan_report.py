@@ -181,7 +181,9 @@ def vllm_command(fleet: Fleet) -> tuple[str, list[str]]:
         parts += ["--tensor-parallel-size", str(d.tensor_parallel_size)]
     if d.pipeline_parallel_size > 1:
         parts += ["--pipeline-parallel-size", str(d.pipeline_parallel_size)]
-        remarks.append("Pipeline parallelism is not validated against measurements; measure this fleet first.")
+        remarks.append(
+            "Pipeline parallelism is not validated against measurements; measure this fleet first."
+        )
     if d.enable_expert_parallel:
         parts.append("--enable-expert-parallel")
     if d.dtype not in ("bfloat16", "auto"):

@@ -115,7 +115,9 @@ def make_alerts(given: Mapping[str, Any]) -> tuple[str, ...]:
     """The alert rules of the flags, as they are written out. Raises UsageError that points at the wrong word."""
     rules = given.get("alert") or ()
     if given.get("fail_on_alert") and not rules:
-        raise UsageError("--fail-on-alert has no effect without --alert; add one such as 'ttft:p95:1m > 1s for 3m'")
+        raise UsageError(
+            "--fail-on-alert has no effect without --alert; add one such as 'ttft:p95:1m > 1s for 3m'"
+        )
     if not rules:
         return ()
     from experiments.alerts import parse_rules

@@ -110,8 +110,7 @@ def fleet_summary(record: RunRecord) -> FleetSummary | None:
             "default",
             "both",
             str(deployment.get("gpu", "")),
-            int(deployment.get("tensor_parallel_size", 1))
-            * int(deployment.get("pipeline_parallel_size", 1)),
+            int(deployment.get("tensor_parallel_size", 1)) * int(deployment.get("pipeline_parallel_size", 1)),
             1.0,
             record.num_pages,
             record.max_num_seqs,

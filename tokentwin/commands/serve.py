@@ -71,7 +71,14 @@ TWIN_ONLY = (
 REAL_ONLY = ("load_format", "device")
 MEASURED_HERE = ("tokenize_us_per_token", "detokenize_us_per_token")
 """What the twin assumes of a front end is really done here."""
-ANSWER_DEPENDS_ON = ("engine", "dtype", "quantization", "kv_cache_dtype", "kv_cache_recent_tokens", "answer_len")
+ANSWER_DEPENDS_ON = (
+    "engine",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "kv_cache_recent_tokens",
+    "answer_len",
+)
 """Flags besides the model that decide what is answered, so that servers that differ in them share no cached answer."""
 LEAST = {"stream_interval": 1, "max_waiting": 1, "max_body_mib": 1, "answer_len": 1, "port": 0,
          "response_cache_entries": 1, "response_cache_ttl": 1}  # fmt: skip
