@@ -119,10 +119,10 @@ def diagnose(
 ) -> Diagnosis:
     """Judge a run by `slos` (its own by default), apply every rule, and simulate the changes that follow.
 
-    A proposal needs an interval, so fewer than two `replications` are a `UsageError`. `told` hears what is simulated.
+    A proposal needs an interval, so fewer than three `replications` are a `UsageError`. `told` hears what is simulated.
     """
-    if replications is not None and replications < 2:
-        raise UsageError(f"--replications must be at least 2 for intervals of an effect, got {replications}")
+    if replications is not None and replications < 3:
+        raise UsageError(f"--replications must be at least 3 for intervals of an effect, got {replications}")
     own = tuple(slos) or run.slos
     judged = judge(run, own or PRESETS[DEFAULT_SLO])
     findings = apply_rules(run, judged)

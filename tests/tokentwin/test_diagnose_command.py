@@ -70,7 +70,7 @@ def test_a_healthy_run_in_words(tokentwin: Command) -> None:
         (("CSV", "--gpu", "h100"), "--gpu has no effect without --model"),
         (("CSV", "--fail-on-slo"), "--fail-on-slo has no effect without an SLO"),
         (("CSV", "--slo", "p95_itl:50"), "needs gaps between tokens, which the CSV lacks"),
-        (("RUN", "--replications", "1"), "at least 2 for intervals"),
+        (("RUN", "--replications", "1"), "at least 3 for intervals"),
         (("RUN", "--slo", "p95_tfft:5"), "did you mean"),
     ],
 )

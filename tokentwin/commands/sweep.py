@@ -288,7 +288,7 @@ def _end_lines(end: SweepEnd, root: Path) -> list[str]:
     lines += [
         f"Wrote {root}: {RESULTS}, {SUMMARY_CSV}, points/, one folder per point.",
         f"Look at it: tokentwin explore {root}",
-        f"Query: duckdb -c \"FROM '{root}/points/*.parquet' LIMIT 5\"",
+        f"Query: python -c \"import duckdb; duckdb.sql('''FROM '{root}/points/*.parquet' LIMIT 5''').show()\"",
     ]
     return lines
 
