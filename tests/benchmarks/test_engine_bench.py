@@ -1,7 +1,8 @@
-"""The engine on one CPU core, as shares of what the machine can do, measured side by side in CPU time.
+"""The engine on CPU cores, as shares of what the machine can do, measured side by side.
 
 SmolLM2-135M. A step cannot be faster than its weights can be read, a prompt not faster than its products: both limits are
-measured here, in the same process and moments apart. One thread, because two of them measure the neighbours.
+measured here, in the same process and moments apart, with as many threads. One thread is measured in CPU time; two in
+wall time, which neighbours stretch, so that they need a quiet machine.
 """
 
 from __future__ import annotations
@@ -30,21 +31,24 @@ NEW_TOKENS = 64
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Threads of PyTorch: one, or those that a test asks for."""
+    before = torch.get_num_threads()
+    count: int = getattr(request, "param", 1)
+    torch.set_num_threads(count)
+    yield count
+    torch.set_num_threads(before)
 
 
 def cpu_s(work: Callable[[], object], rounds: int = 12) -> float:
-    """Lower quartile of this thread's CPU time."""
+    """Lower quartile of this thread's CPU time; of wall time where several threads work."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     work()
     times = []
     for _ in range(rounds):
-        begun = time.thread_time()
+        begun = clock()
         work()
-        times.append(time.thread_time() - begun)
+        times.append(clock() - begun)
     return sorted(times)[rounds // 4]
 
 
@@ -99,8 +103,9 @@ def prompt(tokens: int, page_tokens: int = 16) -> Batch:
     )
 
 
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("name", DTYPES)
-def test_decode_against_memory_bandwidth(name: str, note: Note) -> None:
+def test_decode_against_memory_bandwidth(name: str, threads: int, note: Note) -> None:
     dtype = DTYPES[name]
     _, model = smollm2(dtype)
     caches = allocate_caches(model, 400, 16, device=CPU, dtype=dtype)
@@ -109,11 +114,16 @@ def test_decode_against_memory_bandwidth(name: str, note: Note) -> None:
         batch = decodes(rows, 128)
         step_s = cpu_s(lambda batch=batch: model.forward(batch, caches))  # type: ignore[misc]
         share = weight_bytes(model, dtype) / step_s / limit
-        note(f"decode, batch {rows}, {name}", f"{share:.0%} of copy bandwidth", f"{step_s * 1e3:.1f} ms")
+        note(
+            f"decode, batch {rows}, {name}, {threads} threads",
+            f"{share:.0%} of copy bandwidth",
+            f"{step_s * 1e3:.1f} ms",
+        )
 
 
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("name", DTYPES)
-def test_prefill_against_the_rate_of_products(name: str, note: Note) -> None:
+def test_prefill_against_the_rate_of_products(name: str, threads: int, note: Note) -> None:
     dtype = DTYPES[name]
     _, model = smollm2(dtype)
     shape = model.architecture.shape
@@ -122,7 +132,11 @@ def test_prefill_against_the_rate_of_products(name: str, note: Note) -> None:
     step_s = cpu_s(lambda: model.forward(batch, caches))
     flops = 2 * 256 * shape.num_layers * shape.linear_params_per_layer()
     share = flops / step_s / matmul_flops_per_s(dtype)
-    note(f"prefill, 256 tokens, {name}", f"{share:.0%} of matmul rate", f"{step_s * 1e3:.0f} ms")
+    note(
+        f"prefill, 256 tokens, {name}, {threads} threads",
+        f"{share:.0%} of matmul rate",
+        f"{step_s * 1e3:.0f} ms",
+    )
 
 
 @pytest.mark.parametrize("name", DTYPES)
