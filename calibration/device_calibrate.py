@@ -17,7 +17,7 @@ import torch
 
 from calibration import bench_table
 from calibration.device_facts import measured_facts, raised
-from calibration.device_memory import PagePlan, measure_context_bytes, predict_pages
+from calibration.device_memory import PagePlan, measure_context_bytes, predict_pages, weight_bytes
 from calibration.microbench_collectives import measure_all_reduce
 from calibration.microbench_fit import fastest, fit_steps, rows_of, table_rows
 from calibration.microbench_graphs import Launches, measure_launches
@@ -217,7 +217,7 @@ def calibrate(
             progress=progress,
         )
     facts = raised(measured_facts(bench.device), *bench.fastest(store))
-    facts = _with_host_link(facts, store)
+    facts = _with_load_rate(_with_host_link(facts, store), bench, store)
     done = finish(bench, store, facts, host)
     if output is not None:
         output.write_text(done.profile.to_json() + "\n", encoding="utf-8")
@@ -267,6 +267,16 @@ def _with_host_link(facts: DeviceFacts, store: Store) -> DeviceFacts:
         return facts
     sources = {**facts.sources, "host_link": "measured by copies of pages both ways, the slower of the two"}
     return facts.model_copy(update={"host_link_bytes_per_s": float(f"{min(rates):.4g}"), "sources": sources})
+
+
+def _with_load_rate(facts: DeviceFacts, bench: Bench, store: Store) -> DeviceFacts:
+    """`facts` with the rate at which the weights were loaded; random ones were not."""
+    load_s = store.extras.get("load_s")
+    if not load_s or isinstance(bench.source.checkpoint, DummyCheckpoint):
+        return facts
+    rate = weight_bytes(bench.shape, 2) / float(load_s)
+    sources = {**facts.sources, "load": "weights found, read and laid out by the engine"}
+    return facts.model_copy(update={"load_bytes_per_s": float(f"{rate:.4g}"), "sources": sources})
 
 
 def _spread(most: int) -> list[int]:

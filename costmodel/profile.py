@@ -41,6 +41,8 @@ class DeviceFacts(_Frozen):
     l2_bytes: int = Field(gt=0)
     link_bytes_per_s: float = Field(gt=0)
     """GPU-to-GPU bandwidth in one direction (half of what vendors print for both)."""
+    load_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Rate at which weights were loaded where the profile was measured: for cold starts. None where it was not."""
     host_link_bytes_per_s: float | None = Field(default=None, gt=0)
     """Bandwidth between device and host memory in one direction; None where it is not stated."""
     tdp_w: float = Field(gt=0)

@@ -220,7 +220,7 @@ def cold_start_s(built: Built, how: ColdStart) -> float:
         if built.deployment.enforce_eager
         else len(graph_sizes(built.limits.max_num_seqs, built.limits.max_num_batched_tokens))
     )
-    return how.duration_s(weights, graphs)
+    return how.duration_s(weights, graphs, built.profile.facts.load_bytes_per_s)
 
 
 def requests_per_s(built: Built, role: str, prompt_tokens: float, output_tokens: float) -> float:

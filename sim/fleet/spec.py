@@ -41,16 +41,20 @@ class ColdStart(_Spec):
     """The whole cold start."""
     engine_s: float = Field(default=20.0, ge=0)
     """Machine, container, Python and CUDA context."""
-    load_gb_per_s: float = Field(default=2.0, gt=0)
-    """Weights from disk or network to all devices of a replica together, in 10^9 bytes per second."""
+    load_gb_per_s: float | None = Field(default=None, gt=0)
+    """Weights from disk or network to all devices of a replica together, in 10^9 bytes per second; by default what
+    `calibrate` measured, where the profile has it, otherwise 2."""
     graph_capture_s: float = Field(default=0.3, ge=0)
     """Capture of one CUDA graph."""
 
-    def duration_s(self, weight_bytes: float, num_graphs: int) -> float:
+    def duration_s(
+        self, weight_bytes: float, num_graphs: int, measured_bytes_per_s: float | None = None
+    ) -> float:
         """The cold start of a replica whose weights take `weight_bytes` on all its devices together."""
         if self.seconds is not None:
             return self.seconds
-        return self.engine_s + weight_bytes / (self.load_gb_per_s * 1e9) + num_graphs * self.graph_capture_s
+        rate = self.load_gb_per_s * 1e9 if self.load_gb_per_s is not None else measured_bytes_per_s or 2e9
+        return self.engine_s + weight_bytes / rate + num_graphs * self.graph_capture_s
 
 
 class Autoscaler(_Spec):

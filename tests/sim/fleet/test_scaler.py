@@ -178,6 +178,10 @@ def test_cold_start_is_engine_weights_and_graphs() -> None:
     spec = ColdStart(engine_s=10, load_gb_per_s=2, graph_capture_s=0.5)
     assert spec.duration_s(16e9, 51) == 10 + 8 + 25.5
     assert ColdStart(seconds=7).duration_s(16e9, 51) == 7
+    # What was measured stands in for the assumption, and what is given for both.
+    assert ColdStart(engine_s=10, graph_capture_s=0).duration_s(16e9, 0, 4e9) == 10 + 4
+    assert ColdStart(engine_s=10, graph_capture_s=0).duration_s(16e9, 0) == 10 + 8
+    assert ColdStart(engine_s=10, load_gb_per_s=1, graph_capture_s=0).duration_s(16e9, 0, 4e9) == 10 + 16
 
 
 def test_an_autoscaler_needs_a_target_and_a_range() -> None:
