@@ -7,27 +7,13 @@ in the prefix cache, page for page, so that a hypothesis computes its last, part
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from realengine.complete import Completion, complete
 from realengine.engine import Engine
-from realengine.generation import MAX_LOGPROBS, Sampling
+from realengine.generation import MAX_BEAM_WIDTH, Sampling, one_token
+from serving.beams import Beams, Hypothesis, mean_logprob
 from serving.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """A generated sequence and the log-probability of all of it."""
-
-    token_ids: tuple[int, ...]
-    logprob: float
-    finished: bool = False
-    """It ended with the model's own end, which is its last token."""
-
-    def score(self, length_penalty: float) -> float:
-        """Log-probability over length to the power of `length_penalty`; the end token counts as none."""
-        length = len(self.token_ids) - self.finished
-        return float(self.logprob / max(length, 1) ** length_penalty)
 
 
 def beam_search(
@@ -44,32 +30,18 @@ def beam_search(
     A hypothesis that ends keeps its score and leaves its place in the beam to the next best; at most `width` are kept.
     Raises `UsageError` for a width that the engine's log-probabilities do not cover.
     """
-    if not 1 <= width <= MAX_LOGPROBS // 2:
-        raise UsageError(f"beam width is {width}; use 1 to {MAX_LOGPROBS // 2}")
-    if max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}; use at least 1")
-    one = Sampling(max_tokens=1, temperature=0.0, logprobs=2 * width, ignore_eos=True)
-    live, done = [Hypothesis((), 0.0)], list[Hypothesis]()
-    for _ in range(max_tokens):
-        prompts = [[*prompt, *hypothesis.token_ids] for hypothesis in live]
-        grown: list[Hypothesis] = []
-        for hypothesis, (answer,) in zip(live, complete(engine, prompts, one), strict=True):
+    if not 1 <= width <= MAX_BEAM_WIDTH:
+        raise UsageError(f"beam width is {width}; use 1 to {MAX_BEAM_WIDTH}")
+    beams = Beams(width, max_tokens, ends=eos_token_ids, length_penalty=length_penalty)
+    one = one_token(width)
+    while not beams.over:
+        prompts = [[*prompt, *hypothesis.token_ids] for hypothesis in beams.live]
+        answers = [answer for (answer,) in complete(engine, prompts, one)]
+        for answer in answers:
             if answer.finish_reason != "length":
                 raise UsageError(f"beam search: {answer.message or answer.finish_reason}")
-            for token, logprob in answer.logprobs[0].top:
-                grown.append(
-                    Hypothesis(
-                        (*hypothesis.token_ids, token), hypothesis.logprob + logprob, token in eos_token_ids
-                    )
-                )
-        grown.sort(key=lambda h: -h.logprob)
-        # An end counts only if it is among the best of this step, as every other token.
-        done += [h for h in grown[: 2 * width] if h.finished]
-        live = [h for h in grown if not h.finished][:width]
-        if not live:
-            break
-    best = sorted([*done, *live], key=lambda h: -h.score(length_penalty))
-    return best[:width]
+        beams.grow([answer.logprobs[0].top for answer in answers])
+    return beams.best()
 
 
 def best_of(engine: Engine, prompt: Sequence[int], sampling: Sampling, candidates: int) -> Completion:
@@ -78,4 +50,4 @@ def best_of(engine: Engine, prompt: Sequence[int], sampling: Sampling, candidate
         raise UsageError(f"best_of is {candidates}; use at least 1")
     asked = replace(sampling, n=candidates, logprobs=sampling.logprobs or 0)
     (answers,) = complete(engine, [prompt], asked)
-    return max(answers, key=lambda a: sum(t.logprob for t in a.logprobs) / max(len(a.logprobs), 1))
+    return max(answers, key=lambda answer: mean_logprob([entry.logprob for entry in answer.logprobs]))

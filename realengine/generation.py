@@ -9,6 +9,8 @@ from serving.errors import UsageError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
+"""A beam looks at twice as many tokens behind each hypothesis as it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +59,8 @@ class Sampling:
         check("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings")
         if any(not text for text in self.stop):
             raise UsageError("stop holds an empty string, which would end every text before it begins")
+
+
+def one_token(width: int, logprobs: int | None = None) -> Sampling:
+    """What a beam of that width asks of every hypothesis: one token, and the likeliest in its place."""
+    return Sampling(max_tokens=1, temperature=0.0, logprobs=max(2 * width, logprobs or 0), ignore_eos=True)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from realengine.batch import Batch
-from realengine.beam import Hypothesis, beam_search, best_of
+from realengine.beam import beam_search, best_of
 from realengine.complete import complete
 from realengine.generation import Sampling
 from realengine.models import Model
 from realengine.runner import allocate_caches
+from serving.beams import Hypothesis
 from serving.errors import UsageError
 from tests.realengine.engines import CPU, running, tiny_model
 
