@@ -450,9 +450,10 @@ class Step:
             num_padding=self.scheduler.policy.padding(self.scheduler),
             copies=self._copies,
         )
-        if self.config.swap_pages:
+        # Nobody executes a step without rows: what it moves goes with the next one.
+        if self.config.swap_pages and len(slots):
             plan.swap_out, plan.swap_in = self.scheduler.swap.take_moves()
-        if self.scheduler.tier is not None:
+        if self.scheduler.tier is not None and len(slots):
             out, into = self.scheduler.tier.take_moves()
             plan.swap_out += out
             plan.swap_in += into

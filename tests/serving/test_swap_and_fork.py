@@ -73,6 +73,30 @@ def test_drafts_in_flight_are_not_taken_for_tokens_when_swapping() -> None:
     assert engine.scheduler.swap.num_free == 20
 
 
+def test_moves_of_a_step_without_rows_go_with_the_next() -> None:
+    """A step that computes nothing is not executed, and what it decided to move must not be lost with it."""
+    engine = scheduler(num_pages=4, swap_pages=8, async_scheduling=True, queue_order="priority")
+    low = Request("low", 7, 9, priority=1)
+    engine.add(low)
+    engine.add(Request("high", 7, 2, priority=0))
+    first, second = engine.plan(0.0), engine.plan(0.0)
+    assert first is not None
+    assert second is not None
+    engine.commit(first)
+    # The prompts and a token each fill all four pages. Low needs a fifth and gives way; high's last token is in flight.
+    empty = engine.plan(0.0)
+    assert empty is not None
+    assert not len(empty)
+    assert empty.preempted == [low]
+    assert not empty.swap_out
+    engine.commit(second)
+    following = engine.plan(0.0)
+    assert following is not None
+    assert [len(move.sources) for move in following.swap_out] == [2]
+    assert [a.request for a in following.admitted] == [low]
+    assert [len(move.sources) for move in following.swap_in] == [2]
+
+
 def test_when_the_host_is_full_sequences_are_recomputed() -> None:
     engine = scheduler(num_pages=5, swap_pages=1)
     second = Request("second", 7, 9)

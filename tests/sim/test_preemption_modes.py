@@ -53,6 +53,25 @@ def test_swapping_costs_what_the_bytes_take() -> None:
     assert built.pricer.move_s(7) == pytest.approx(7 * page_bytes / (0.8 * 64e9))
 
 
+def test_pages_moved_by_a_step_without_rows_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests on four pages: one gives way while the other's last token is in flight, so that nothing is computed.
+
+    Its two pages go out and come back: four pages over the link, in runs that differ by nothing else.
+    """
+    options = {"model": "llama-3.1-8b", "gpu": "h100", "num_gpu_blocks_override": 5, "max_model_len": 64}
+    options |= {"scheduling_policy": "priority", "preemption_mode": "swap", "enable_prefix_caching": False}
+    workload = make_workload([0.0, 0.0], [31, 31], [9, 2], priority=[1, 0])
+    rates = (1e6, 4e6)
+    moved_s = []
+    for rate in rates:
+        monkeypatch.setattr(deployment_module, "host_link_bytes_per_s", lambda facts, rate=rate: rate)
+        record = simulate(workload, Deployment(**options))
+        assert record.requests.preemptions.tolist() == [1, 0]
+        moved_s.append(float(record.steps.gpu_s.sum()))
+    page_bytes = 16 * 2 * 32 * 8 * 128 * 2  # tokens x (K and V) x layers x KV heads x head size x bytes
+    assert moved_s[0] - moved_s[1] == pytest.approx(4 * page_bytes * (1 / rates[0] - 1 / rates[1]))
+
+
 def test_auto_is_recompute_on_a_slow_link_and_swap_on_a_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, never = run(1e6, monkeypatch, preemption_mode="auto"), run(preemption_mode="recompute")
     np.testing.assert_array_equal(slow.steps.end_s, never.steps.end_s)
