@@ -122,6 +122,11 @@ class Engine:
             self._thread.join(timeout_s)
         self.runner.close()
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens with which the model ends a text."""
+        return self._eos
+
     def now_s(self) -> float:
         """Seconds since the engine was made."""
         return clock_s() - self._started_s

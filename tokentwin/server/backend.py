@@ -36,6 +36,13 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class BeamOptions:
+    """Of a beam search; its width is `Sampling.n`."""
+
+    length_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt, `sampling.n` answers."""
 
@@ -47,6 +54,10 @@ class GenerationRequest:
     priority: int = 0
     extras: frozenset[str] = frozenset()
     """Fields given that change what is generated and that not every backend can honour."""
+    beams: BeamOptions | None = None
+    """Search with beams instead of sampling."""
+    best_of: int | None = None
+    """Sample so many answers and show the `sampling.n` likeliest."""
 
     def fitted(self, max_model_len: int, open_tokens: int | None = None) -> Sampling:
         """`sampling` with a length that fits the context; `open_tokens` is that of an open-ended answer.
@@ -160,6 +171,7 @@ class Meters(Protocol):
     def step(self, num_tokens: int) -> None: ...
     def first_token(self, ttft_s: float) -> None: ...
     def tokens(self, count: int, gap_s: float) -> None: ...
+    def shown_whole(self, count: int, ttft_s: float) -> None: ...
     def ended(self, timing: Timing, reason: str) -> None: ...
 
 

@@ -6,15 +6,17 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from realengine.answer import Listener, Output, TokenLogprob
-from realengine.generation import Sampling
+from realengine.generation import Sampling, one_token
 from realengine.recorder import Recorder
+from serving.beams import Hypothesis
 from serving.config import SchedulerConfig
 from serving.errors import TokenTwinError
 from serving.plan import StepPlan
@@ -25,14 +27,20 @@ from tokentwin.server.backend import (
     Codec,
     Delta,
     Failed,
+    Generation,
     GenerationRequest,
     Meters,
     Refused,
     Stats,
     Timing,
 )
+from tokentwin.server.beams import BeamSearch
 from tokentwin.server.generation import MailGeneration
 from tokentwin.server.mailbox import Mailbox
+from tokentwin.server.whole import BestOf, WholeGeneration, candidates
+
+Take = Callable[[Output, float], None]
+"""Told on the event loop of an output and of the end of its step, in seconds of the engine's clock."""
 
 
 class Engine(Protocol):
@@ -43,6 +51,8 @@ class Engine(Protocol):
     recorder: Recorder
     fault: BaseException | None
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
     def start(self) -> None: ...
     def stop(self, timeout_s: float | None = None) -> None: ...
     def now_s(self) -> float: ...
@@ -139,7 +149,7 @@ class EngineBackend:
         self._buffer_tokens = buffer_tokens
         self._max_unfinished = engine.config.max_num_seqs + max_waiting
         self._unfinished = 0
-        self._outbox: deque[tuple[_Submission, Output, float]] = deque()
+        self._outbox: deque[tuple[Take, Output, float]] = deque()
 
     async def start(self, meters: Meters) -> None:
         """Start the engine's thread."""
@@ -180,8 +190,10 @@ class EngineBackend:
 
     # ---- requests ------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest) -> MailGeneration:
+    def submit(self, request: GenerationRequest) -> Generation:
         """Hand a request to the engine."""
+        if request.best_of is not None:
+            return BestOf(self.submit(candidates(request, logprobs=True)), request.sampling)
         if (failure := self.failure) is not None:
             raise Failed(failure)
         if request.extras:
@@ -191,17 +203,25 @@ class EngineBackend:
         config = self.engine.config
         if request.priority and config.queue_order != "priority":
             raise Refused("priority has an effect only under --scheduling-policy priority", param="priority")
+        scheduler = self.engine.scheduler
         probe = Request("probe", len(request.prompt), sampling.max_tokens)
-        if reason := self.engine.scheduler.refusal(probe):
+        if reason := scheduler.refusal(probe):
             raise Refused(reason, param="prompt", code="context_length_exceeded")
         if self._unfinished + sampling.n > self._max_unfinished:
             raise Busy(f"{self._unfinished} requests are in the server; its queue is full")
+        if request.beams is not None:
+            return self._search(
+                request, replace(sampling, max_tokens=scheduler.finish_at(probe) - len(request.prompt))
+            )
         submission = _Submission(
             Mailbox(self._interval, self._buffer_tokens), self.engine.now_s(), len(request.prompt)
         )
         try:
             submission.requests = self.engine.add(
-                request.prompt, sampling, self._listener(submission), priority=request.priority
+                request.prompt,
+                sampling,
+                self._listener(lambda output, now_s: self._take(submission, output, now_s)),
+                priority=request.priority,
             )
         except TokenTwinError as error:
             raise Refused(str(error)) from None
@@ -214,12 +234,62 @@ class EngineBackend:
 
         return MailGeneration(submission.mailbox, sampling.n, abort)
 
-    def _listener(self, submission: _Submission) -> Listener:
+    def _search(self, request: GenerationRequest, sampling: Sampling) -> WholeGeneration:
+        """A beam search: each hypothesis of a step is a request of one token."""
+        under_way: dict[int, Request] = {}
+        one = one_token(sampling.n, sampling.logprobs)
+
+        def send(hypotheses: Sequence[Hypothesis]) -> None:
+            try:
+                for place, hypothesis in enumerate(hypotheses):
+                    take = self._listener(partial(took, place))
+                    prompt = [*request.prompt, *hypothesis.token_ids]
+                    (under_way[place],) = self.engine.add(prompt, one, take, priority=request.priority)
+            except TokenTwinError as error:
+                search.fail(str(error))
+
+        def took(place: int, output: Output, now_s: float) -> None:
+            scheduled_s = self._boundaries.scheduled_s.pop(under_way.pop(place), math.nan)
+            if not search.beams.num_steps:
+                search.scheduled_s, search.cached_tokens = scheduled_s, output.cached_tokens
+            if output.finish_reason == "length":
+                search.took(place, output.logprobs[0].top, now_s)
+            else:
+                search.fail(output.message or f"a hypothesis ended by {output.finish_reason}")
+
+        def release() -> None:
+            for hypothesis in under_way.values():
+                self.engine.abort(hypothesis)
+
+        def close() -> None:
+            self._unfinished -= sampling.n
+
+        search = BeamSearch(
+            request,
+            sampling,
+            self.codec,
+            self._meters,
+            self.engine.now_s(),
+            send,
+            release,
+            close,
+            ends=self._ends(sampling),
+            show_logprob=lambda token, logprob, top: self._logprob(TokenLogprob(token, logprob, tuple(top))),
+        )
+        self._unfinished += sampling.n
+        search.begin()
+        return search.generation
+
+    def _ends(self, sampling: Sampling) -> frozenset[int]:
+        own = frozenset[int]() if sampling.ignore_eos else self.engine.eos_token_ids
+        return own | frozenset(sampling.stop_token_ids)
+
+    def _listener(self, take: Take) -> Listener:
         """Called in the engine's thread; the loop is woken once for all that waits."""
 
         def listen(output: Output) -> None:
             first = not self._outbox
-            self._outbox.append((submission, output, self._boundaries.now_s))
+            self._outbox.append((take, output, self._boundaries.now_s))
             if first:
                 self._call(self._deliver)
 
@@ -234,7 +304,8 @@ class EngineBackend:
     def _deliver(self) -> None:
         """On the loop: outputs into their mailboxes."""
         while self._outbox:
-            self._take(*self._outbox.popleft())
+            take, output, now_s = self._outbox.popleft()
+            take(output, now_s)
 
     def _take(self, submission: _Submission, output: Output, now_s: float) -> None:
         index, count = output.index, len(output.token_ids)

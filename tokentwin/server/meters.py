@@ -145,6 +145,11 @@ class PrometheusMeters:
             self._itl.observe(gap_s / count)
         self._generation_tokens.inc(count)
 
+    def shown_whole(self, count: int, ttft_s: float) -> None:
+        """An answer of `count` tokens was shown at once, `ttft_s` after it was asked for."""
+        self._ttft.observe(ttft_s)
+        self._generation_tokens.inc(count)
+
     def ended(self, timing: Timing, reason: str) -> None:
         """An answer ended."""
         self._success.labels(*self._labels, reason).inc()

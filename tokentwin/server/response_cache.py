@@ -138,6 +138,8 @@ def key_of(version: str, request: GenerationRequest) -> str:
     """Name of the answer to a request under a version of the weights."""
     sampling = {name: _plain(value) for name, value in asdict(request.sampling).items()}
     asked = [version, [int(t) for t in request.prompt], sampling, request.open_ended, sorted(request.extras)]
+    if request.beams is not None or request.best_of is not None:
+        asked.append([request.best_of, None if request.beams is None else asdict(request.beams)])
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 

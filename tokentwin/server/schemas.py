@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from realengine.generation import Sampling
+from realengine.generation import MAX_BEAM_WIDTH, Sampling
 from serving.errors import UsageError
+from tokentwin.server.backend import BeamOptions
 from tokentwin.server.errors import ApiError
 
 _INT64 = 1 << 63
@@ -43,6 +44,9 @@ class GenerationBody(_Body):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
+    best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = Field(None, allow_inf_nan=False)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=_INT64)
@@ -75,13 +79,18 @@ class GenerationBody(_Body):
         return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> Sampling:
-        """The parameters with their defaults. Raises `ApiError` for those that cannot be."""
+        """The parameters with their defaults. Raises `ApiError` for those that cannot be.
+
+        Of a beam search `n` is the width, and the likeliest tokens are taken.
+        """
+        self._check_beams()
+        self._check_best_of()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         try:
             return Sampling(
                 max_tokens=OPEN_ENDED if max_tokens is None else max_tokens,
                 n=self.n or 1,
-                temperature=1.0 if self.temperature is None else self.temperature,
+                temperature=self._temperature,
                 top_p=1.0 if self.top_p is None else self.top_p,
                 top_k=max(0, self.top_k or 0),
                 min_p=self.min_p or 0.0,
@@ -96,6 +105,79 @@ class GenerationBody(_Body):
             )
         except UsageError as error:
             raise ApiError(str(error), param=str(error).split(" ", 1)[0]) from None
+
+    @property
+    def _temperature(self) -> float:
+        if self.use_beam_search:
+            return 0.0
+        return 1.0 if self.temperature is None else self.temperature
+
+    @property
+    def beams(self) -> BeamOptions | None:
+        """How to search, where a beam search is asked for."""
+        if not self.use_beam_search:
+            return None
+        return BeamOptions(1.0 if self.length_penalty is None else self.length_penalty)
+
+    @property
+    def candidates(self) -> int | None:
+        """How many answers to sample where they are more than are shown."""
+        return None if self.best_of is None or self.best_of == (self.n or 1) else self.best_of
+
+    def _check_beams(self) -> None:
+        if not self.use_beam_search:
+            if self.length_penalty not in (None, 1.0):
+                raise ApiError(
+                    "length_penalty has an effect only with use_beam_search; leave it out",
+                    param="length_penalty",
+                )
+            return
+        if self.stream:
+            raise ApiError(
+                "a beam search cannot be streamed: before its end nothing is certain; leave out stream or "
+                "use_beam_search",
+                param="stream",
+            )
+        if (self.n or 1) > MAX_BEAM_WIDTH:
+            raise ApiError(
+                f"n is the width of the beam and at most {MAX_BEAM_WIDTH}, got {self.n}", param="n"
+            )
+        if self.best_of is not None:
+            raise ApiError(
+                "best_of has no effect with use_beam_search, whose width is n; leave it out", param="best_of"
+            )
+        without_effect = {
+            "temperature": self.temperature not in (None, 0.0, 1.0),
+            "top_p": self.top_p not in (None, 1.0),
+            "top_k": self.top_k not in (None, 0, -1),
+            "min_p": bool(self.min_p),
+            "seed": self.seed is not None,
+            "stop": bool(self.stop),
+            "min_tokens": bool(self.min_tokens),
+        }
+        for name, given in without_effect.items():
+            if given:
+                raise ApiError(
+                    f"{name} has no effect on a beam search, which takes the likeliest tokens until the model ends "
+                    "a hypothesis; leave it out",
+                    param=name,
+                )
+
+    def _check_best_of(self) -> None:
+        if self.best_of is None:
+            return
+        if self.best_of < (self.n or 1):
+            raise ApiError(f"best_of is {self.best_of}, fewer than n, which is {self.n}", param="best_of")
+        if self.candidates is not None and self.stream:
+            raise ApiError(
+                "best_of cannot be streamed: which answer is best is known at the end; leave out stream",
+                param="stream",
+            )
+        if self.candidates is not None and self.temperature == 0:
+            raise ApiError(
+                "best_of has no effect at temperature 0, where all answers are the same; leave it out",
+                param="best_of",
+            )
 
     def extras(self) -> frozenset[str]:
         """Fields given that change what a model would say, beyond sampling."""

@@ -154,6 +154,8 @@ class Service:
                         open_ended=sampling.max_tokens == OPEN_ENDED,
                         priority=body.priority or 0,
                         extras=body.extras(),
+                        beams=body.beams,
+                        best_of=body.candidates,
                     )
                 )
                 generations.append(submitted)
