@@ -76,7 +76,7 @@ class Ordered:
     def add(self, request: Request) -> None:
         # The counter ends every comparison before it reaches the (unordered) request.
         self._added += 1
-        heapq.heappush(self._heap, ((*self._key(request), _orderable(request.id), self._added), request))
+        heapq.heappush(self._heap, ((*self._key(request), orderable(request.id), self._added), request))
 
     put_back = add
 
@@ -111,7 +111,7 @@ class Fair:
     PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 
     def __init__(self) -> None:
-        self._waiting: dict[int, deque[Request]] = {}
+        self._waiting: dict[int, Queue] = {}
         self._served: dict[int, int] = {}
         self._weights: dict[int, float] = {}
         self._active: dict[int, int] = {}
@@ -125,11 +125,11 @@ class Fair:
             lifted = math.ceil(min(others) * request.weight) if others else 0
             self._served[tenant] = max(self._served.get(tenant, 0), lifted)
         self._active[tenant] = self._active.get(tenant, 0) + 1
-        self._waiting.setdefault(tenant, deque()).append(request)
+        self._of(tenant).add(request)
         self._count += 1
 
     def put_back(self, request: Request) -> None:
-        self._waiting.setdefault(request.tenant, deque()).appendleft(request)
+        self._of(request.tenant).put_back(request)
         self._count += 1
 
     def ended(self, request: Request) -> None:
@@ -145,11 +145,11 @@ class Fair:
         return self._served.get(tenant, 0)
 
     def peek(self) -> Request:
-        return self._waiting[self._next()][0]
+        return self._waiting[self._next()].peek()
 
     def pop(self) -> Request:
         self._count -= 1
-        return self._waiting[self._next()].popleft()
+        return self._waiting[self._next()].pop()
 
     def remove(self, request: Request) -> None:
         self._waiting[request.tenant].remove(request)
@@ -163,8 +163,20 @@ class Fair:
         return self._count
 
     def __iter__(self) -> Iterator[Request]:
-        order = sorted(self._waiting, key=lambda tenant: (self._level(tenant), tenant))
-        return (request for tenant in order for request in self._waiting[tenant])
+        return (request for tenant in self._in_turn() for request in self._waiting[tenant])
+
+    def _of(self, tenant: int) -> Queue:
+        """What waits of a tenant, first come first."""
+        if tenant not in self._waiting:
+            self._waiting[tenant] = self._make()
+        return self._waiting[tenant]
+
+    def _make(self) -> Queue:
+        return Fcfs()
+
+    def _in_turn(self) -> list[int]:
+        """Tenants, the next to be served first."""
+        return sorted(self._waiting, key=lambda tenant: (self._level(tenant), tenant))
 
     def _next(self) -> int:
         return min(
@@ -176,7 +188,8 @@ class Fair:
         return self._served[tenant] / self._weights[tenant]
 
 
-def _orderable(request_id: Hashable) -> tuple[int, int, str]:
+def orderable(request_id: Hashable) -> tuple[int, int, str]:
+    """Something that any two ids can be compared by."""
     if isinstance(request_id, int):
         return (0, request_id, "")
     return (1, 0, str(request_id))
@@ -198,10 +211,16 @@ def by_deadline(request: Request) -> Key:
     return (request.deadline_s, request.arrival_s)
 
 
+ORDERS: dict[str, Callable[[Request], Key]] = {
+    "priority": by_priority,
+    "sjf": by_length,
+    "edf": by_deadline,
+}
+"""Keys of the orders that have one."""
+
+
 def make_queue(order: str) -> Queue:
     """The queue named `order`: one of `serving.config.QUEUE_ORDERS`."""
     if order == "fcfs":
         return Fcfs()
-    if order == "fair":
-        return Fair()
-    return Ordered({"priority": by_priority, "sjf": by_length, "edf": by_deadline}[order])
+    return Fair() if order == "fair" else Ordered(ORDERS[order])

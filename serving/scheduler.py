@@ -18,7 +18,7 @@ from serving.drafting import DraftLengths
 from serving.eviction import make_pool
 from serving.host_tier import HostTier
 from serving.plan import ONE_EACH, Slots, StepOutcome, StepPlan
-from serving.queues import Fair, Queue, make_queue
+from serving.queues import Fair, Queue
 from serving.request import Request, State, TokenKeys
 from serving.sequences import NEVER, Sequences
 from serving.step import Step
@@ -49,7 +49,7 @@ class Scheduler:
         self.swap = SwapSpace(config.swap_pages)
         self.tier = HostTier(config.host_cache_pages, config.swap_pages) if config.host_cache_pages else None
         self.pool.tier = self.tier
-        self.waiting: Queue = queue if queue is not None else make_queue(config.queue_order)
+        self.waiting: Queue = queue if queue is not None else self.policy.make_queue(config.queue_order)
         self.fair: Fair | None = self.waiting if isinstance(self.waiting, Fair) else None
         self.watermark_pages = int(config.watermark * (config.num_pages + 1))
         self.num_planned = 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from serving.classed import Classed, ClassedFair, make_classed
 from serving.errors import UsageError
 from serving.policies.base import BatchPolicy
+from serving.queues import Queue, make_queue
 from serving.request import Request
 
 if TYPE_CHECKING:
@@ -71,27 +73,34 @@ class Adaptive(BatchPolicy):
             return True  # every token served may bring another to the head, and that one may fit
         return next(self._candidates(scheduler), None) is not None
 
+    def make_queue(self, order: str) -> Queue:
+        return make_classed(order, self._class_of) if self.size_classes else make_queue(order)
+
     def _candidates(self, scheduler: Scheduler) -> Iterator[Request]:
-        """Waiting requests that the caps let in one after the other, each supposed to be admitted."""
+        """Waiting requests that the caps let in; each must be admitted before the next is asked for."""
         running = list(scheduler.running())
         count = len(running)
-        room = [seqs for _, seqs in self.size_classes]
-        for request in running:
-            if (size := self._class_of(request)) is not None:
-                room[size] -= 1
+        room: dict[int | None, float] = dict(enumerate(seqs for _, seqs in self.size_classes))
+        room[None] = math.inf
+        for each in running:
+            room[self._class_of(each)] -= 1
         held = sum(map(estimated_tokens, running)) if self.max_running_tokens is not None else 0
-        for request in list(scheduler.waiting):
-            size = self._class_of(request)
-            if size is not None and room[size] < 1:
-                continue
+        while (request := self._first(scheduler.waiting, room)) is not None:
             if self.max_running_tokens is not None:
                 held += estimated_tokens(request)
                 if held > self.max_running_tokens and count:
                     return
-            if size is not None:
-                room[size] -= 1
+            room[self._class_of(request)] -= 1
             count += 1
             yield request
+
+    def _first(self, waiting: Queue, room: Mapping[int | None, float]) -> Request | None:
+        """The first waiting request whose class has room."""
+        if not self.size_classes:
+            return waiting.peek() if waiting else None
+        if isinstance(waiting, (Classed, ClassedFair)):
+            return waiting.first([name for name, seqs in room.items() if seqs >= 1])
+        return next((request for request in waiting if room[self._class_of(request)] >= 1), None)
 
     def _class_of(self, request: Request) -> int | None:
         """Index of the request's size class; None where no class bounds it."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from serving.config import SchedulerConfig
 from serving.errors import TokenTwinError, UsageError, nearest
+from serving.queues import Queue, make_queue
 from serving.request import Request
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ class BatchPolicy:
             and scheduler.num_running < scheduler.config.max_num_seqs
             and not scheduler.head_blocked
         )
+
+    def make_queue(self, order: str) -> Queue:
+        """Who waits, in the order named: a policy that does not take the head may want a queue that it can search."""
+        return make_queue(order)
 
     def padding(self, scheduler: Scheduler) -> int:
         """Rows that each step computes for nothing, such as finished members of a padded batch."""
