@@ -1,4 +1,7 @@
-"""When requests are sent, as configuration: a rate, a ramp, a daily curve, or the trace's own times."""
+"""When requests are sent, as configuration: a rate, a ramp, a daily curve, or the trace's own times.
+
+Messages put fields in backquotes; `sim.workload.files.explain` calls them as the user does.
+"""
 
 from __future__ import annotations
 
@@ -122,39 +125,41 @@ class ArrivalSpec(BaseModel):
     def _every_option_has_an_effect(self) -> ArrivalSpec:
         if self.ramp_up_strategy is not None:
             if self.ramp_up_start_rps is None or self.ramp_up_end_rps is None:
-                raise ValueError("a ramp needs both --ramp-up-start-rps and --ramp-up-end-rps")
+                raise ValueError("a ramp needs both `ramp_up_start_rps` and `ramp_up_end_rps`")
             if self.request_rate is not None and self.request_rate != math.inf:
-                raise ValueError("a ramp replaces request_rate; remove --request-rate or --ramp-up-strategy")
+                raise ValueError(
+                    "a ramp replaces `request_rate`; remove `request_rate` or `ramp_up_strategy`"
+                )
         elif self.ramp_up_start_rps is not None or self.ramp_up_end_rps is not None:
             raise ValueError(
-                "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy linear or exponential"
+                "`ramp_up_start_rps` and `ramp_up_end_rps` need `ramp_up_strategy` linear or exponential"
             )
         if (
             self.rate_points is not None
             and (self.request_rate, self.ramp_up_strategy, self.daily_curve) != (None,) * 3
         ):
             raise ValueError(
-                "rate_points replace request_rate, ramp_up_strategy and daily_curve; keep one of them"
+                "`rate_points` replaces `request_rate`, `ramp_up_strategy` and `daily_curve`; keep one of them"
             )
         if self.daily_curve is not None:
             if self.ramp_up_strategy is not None:
-                raise ValueError("daily_curve and ramp_up_strategy exclude each other; keep one of them")
+                raise ValueError("`daily_curve` and `ramp_up_strategy` exclude each other; keep one of them")
             if self.request_rate is None or not math.isfinite(self.request_rate):
-                raise ValueError("daily_curve needs a finite request_rate, its mean over the day")
+                raise ValueError("`daily_curve` needs a finite `request_rate`, its mean over the day")
         elif self.period_s != DAY_S:
-            raise ValueError("period_s has no effect without daily_curve")
+            raise ValueError("`period_s` has no effect without `daily_curve`")
         if not self.from_trace and self.rate_scale != 1:
             raise ValueError(
-                "rate_scale scales a trace's own times and has no effect with a rate; remove one of them"
+                "`rate_scale` scales a trace's own times and has no effect with a rate; remove one of them"
             )
         if self.burstiness != 1 and (self.from_trace or self.at_once):
-            raise ValueError("burstiness has no effect without a finite request rate; set --request-rate")
+            raise ValueError("`burstiness` has no effect without a finite `request_rate`; set it")
         if self.duration_s is not None and self.at_once:
             raise ValueError(
-                "duration_s has no effect when all requests are sent at once; set a finite request_rate"
+                "`duration_s` has no effect when all requests are sent at once; set a finite `request_rate`"
             )
         if self.duration_s is not None and self.ramp_up_strategy is not None:
             raise ValueError(
-                "a ramp runs over a number of prompts, as in vLLM; remove duration_s and set num_prompts"
+                "a ramp runs over a number of prompts, as in vLLM; remove `duration_s` and set the number of prompts"
             )
         return self

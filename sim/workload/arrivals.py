@@ -32,7 +32,7 @@ def steady(count: int, rate: float, burstiness: float, rng: np.random.Generator)
     times = np.cumsum(gamma_gaps(count, burstiness, rng))
     if not times[-1] > 0:
         raise UsageError(
-            f"burstiness {burstiness:g} is so small that every gap underflows to 0; use 0.001 or more"
+            f"`arrivals.burstiness` {burstiness:g} is so small that every gap underflows to 0; use 0.001 or more"
         )
     times_s: Floats = times * (count / rate / times[-1])
     times_s[-1] = count / rate
@@ -121,8 +121,8 @@ def along_curve(
     total = math.inf if duration_s == math.inf else curve.expected(duration_s)
     if count is None and total > _MAX_ARRIVALS:
         raise UsageError(
-            f"the rate curve expects {total:,.0f} requests over {duration_s:g} s; shorten duration_s or "
-            "set num_prompts"
+            f"the rate curve expects {total:,.0f} requests over {duration_s:g} s; shorten "
+            "`arrivals.duration_s` or set `num_prompts`"
         )
     if count is not None:
         sums = np.cumsum(gamma_gaps(count, burstiness, rng))
@@ -146,12 +146,12 @@ def count_for(spec: ArrivalSpec) -> int | None:
     if count < 1:
         raise UsageError(
             f"no request is sent in {spec.duration_s:g} s at {spec.request_rate:g} a second; raise "
-            "duration_s or request_rate"
+            "`arrivals.duration_s` or `arrivals.request_rate`"
         )
     if count > _MAX_ARRIVALS:
         raise UsageError(
             f"{count:,} requests in {spec.duration_s:g} s are more than {_MAX_ARRIVALS:,}; lower "
-            "duration_s or request_rate"
+            "`arrivals.duration_s` or `arrivals.request_rate`"
         )
     return count
 

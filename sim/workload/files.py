@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -85,10 +86,12 @@ def parse_spec(content: Mapping[str, Any], where: str = "workload", text: str = 
     With the `text` that `content` was read from, it also names the line.
     """
     try:
-        return WorkloadSpec.model_validate(content)
+        parsed = WorkloadSpec.model_validate(content)
     except ValidationError as error:
         line = line_of(text, first_problem(error)["loc"]) if text else None
         raise UsageError(f"{where}: {'' if line is None else f'line {line}: '}{explain(error)}") from None
+    parsed._file = where if text else ""
+    return parsed
 
 
 Location = tuple[int | str, ...]
@@ -116,7 +119,11 @@ def explain(
     first = first_problem(error)
     place = name_of(first["loc"])
     kind, value = first["type"], first["input"]
-    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = (
+        named(first["msg"], first["loc"], name_of)
+        .removeprefix("Value error, ")
+        .replace("Input should be", "must be")
+    )
     message = message.replace("a valid tuple", "a list").replace(
         "a valid dictionary or object to extract fields from", "a mapping of keys"
     )
@@ -134,6 +141,21 @@ def explain(
         return f"{place}.name is missing; give one of {', '.join(DATASETS)}"
     shown = "" if kind == "value_error" or isinstance(value, (dict, list)) else f", got {str(value)[:40]!r}"
     return f"{place}: {message[:1].lower()}{message[1:]}{shown}" if place else message
+
+
+def named(message: str, place: Location, name_of: Callable[[Location], str] = dotted) -> str:
+    """`message` with the fields in backquotes, which lie at or below `place`, as the user calls them.
+
+    In a file they go by their keys below the place, which the message names before.
+    """
+
+    def name(found: re.Match[str]) -> str:
+        return "" if name_of is dotted else name_of((*place, *found[1].split(".")))
+
+    return _FIELD.sub(lambda found: name(found) or found[1], message)
+
+
+_FIELD = re.compile(r"`([a-z_]+(?:\.[a-z_]+)*)`")
 
 
 def first_problem(error: ValidationError) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from sim.workload.files import (
     WORKLOAD,
     Location,
     detect_format,
+    dotted,
     explain,
+    named,
     read_workload_file,
     sample_path,
 )
@@ -185,26 +187,41 @@ def _from_dataset(name: str, path: Any, given: dict[str, Any]) -> WorkloadSpec:
 
 def _parse(content: dict[str, Any], dataset: str, given: dict[str, Any]) -> WorkloadSpec:
     """The spec, or an error that speaks of the flag."""
+    try:
+        parsed = WorkloadSpec.model_validate(content)
+    except ValidationError as error:
+        raise UsageError(explain(error, lambda place: flag_of(place, dataset, given))) from None
+    parsed._flags = tuple(given)
+    return parsed
+
+
+def flag_of(location: Location, dataset: str, given: Collection[str]) -> str:
+    """The flag that sets what is at `location` of a spec, one of those given if any does; empty where none does."""
+    names = [part for part in location if isinstance(part, str) and part not in ("tenants", dataset)]
+    if not names:
+        return ""
     sections = {
         "arrivals": ARRIVAL_FLAGS,
         "sessions": SESSION_FLAGS,
         "dataset": DATASET_FLAGS.get(dataset, {}),
+        "shared_prefix": {"shared_prefix_len": "tokens"},
     }
+    fields = sections.get(names[0])
+    if fields is None:
+        return flag_name(names[0])
+    flags = [flag for flag, field in fields.items() if field in names[1:]]
+    flags.sort(key=lambda flag: flag not in given)
+    return flag_name(flags[0]) if flags else ""
 
-    def name_of(location: Location) -> str:
-        names = [part for part in location if isinstance(part, str) and part not in ("tenants", dataset)]
-        if not names:
-            return ""
-        fields = sections.get(names[0])
-        if fields is None:
-            return flag_name(names[0])
-        flags = [flag for flag, field in fields.items() if field in names[1:] and flag in given]
-        return flag_name(flags[0]) if flags else ""
 
-    try:
-        return WorkloadSpec.model_validate(content)
-    except ValidationError as error:
-        raise UsageError(explain(error, name_of)) from None
+def reworded(message: str, spec: WorkloadSpec, tenant: int) -> str:
+    """`message` about a tenant of `spec`, with the fields in backquotes as whoever described it calls them."""
+    place = ("tenants", tenant)
+    if spec._flags is not None:
+        name, given = spec.tenants[tenant].dataset.name, spec._flags
+        return named(message, place, lambda location: flag_of(location, name, given))
+    plain = named(message, place)
+    return message if plain == message else f"{spec._file or 'workload'}: {dotted(place)}: {plain}"
 
 
 def _from_file(path: Path, given: dict[str, Any], what: str) -> WorkloadSpec:

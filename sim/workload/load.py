@@ -10,6 +10,7 @@ import numpy as np
 
 from serving.errors import UsageError
 from sim.record import Tenant
+from sim.workload.flags import reworded
 from sim.workload.rows import Segments
 from sim.workload.sessions import Turns
 from sim.workload.spec import TenantSpec, WorkloadSpec
@@ -25,7 +26,12 @@ def load_workload(spec: WorkloadSpec, *, seed: int) -> Workload:
     """
     if seed < 0:
         raise UsageError(f"--seed must not be negative, got {seed}")
-    loaded = [load_tenant(tenant, Streams.of(seed, tenant.name)) for tenant in spec.tenants]
+    loaded = []
+    for number, tenant in enumerate(spec.tenants):
+        try:
+            loaded.append(load_tenant(tenant, Streams.of(seed, tenant.name)))
+        except UsageError as error:
+            raise UsageError(reworded(str(error), spec, number)) from None
     groups: dict[str, int] = {}
     for tenant in spec.tenants:
         if tenant.shared_prefix is not None:

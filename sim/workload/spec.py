@@ -11,7 +11,15 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from sim.workload.arrival_spec import ArrivalSpec
 
@@ -163,8 +171,8 @@ class RandomSpec(Spec):
     def _not_empty(self) -> RandomSpec:
         if self.prefix_len + math.floor(self.input_len * (1 - self.range_ratio.input)) < 1:
             raise ValueError(
-                f"prompts of 0 tokens are possible with input_len {self.input_len} and range ratio "
-                f"{self.range_ratio.input:g}; raise --random-input-len or --random-prefix-len"
+                f"prompts of 0 tokens are possible with `input_len` {self.input_len} and `range_ratio` "
+                f"{self.range_ratio.input:g}; raise `input_len` or `prefix_len`"
             )
         return self
 
@@ -182,7 +190,7 @@ class PrefixRepetitionSpec(Spec):
     @model_validator(mode="after")
     def _not_empty(self) -> PrefixRepetitionSpec:
         if self.prefix_len + self.suffix_len < 1:
-            raise ValueError("prompts of 0 tokens: raise prefix_len or suffix_len")
+            raise ValueError("prompts of 0 tokens: raise `prefix_len` or `suffix_len`")
         return self
 
 
@@ -239,7 +247,7 @@ class SessionSpec(Spec):
     @model_validator(mode="after")
     def _ordered(self) -> SessionSpec:
         if self.turns_min > self.turns_max:
-            raise ValueError(f"turns_min {self.turns_min} exceeds turns_max {self.turns_max}")
+            raise ValueError(f"`turns_min` {self.turns_min} exceeds `turns_max` {self.turns_max}")
         return self
 
 
@@ -291,20 +299,20 @@ class TenantSpec(Spec):
         if self.sessions is not None:
             if isinstance(dataset, (MooncakeSpec, TimedTraceSpec)):
                 raise ValueError(
-                    f"sessions: {dataset.name} already says in hash_ids what is shared; remove sessions"
+                    f"`sessions`: {dataset.name} already says in hash_ids what is shared; remove `sessions`"
                 )
             of_file = isinstance(dataset, ShareGptSpec) and dataset.multi_turn
             if of_file and self.sessions.turns_max > 1:
                 raise ValueError(
-                    "sessions.turns_max has no effect with multi_turn, whose turns are the file's; remove one"
+                    "`sessions.turns_max` has no effect with `dataset.multi_turn`, whose turns are the file's; remove one"
                 )
             if self.sessions.think_s and self.sessions.turns_max == 1 and not of_file:
                 raise ValueError(
-                    "a think time has no effect on sessions of one turn; raise turns_max (--session-turns-max)"
+                    "`sessions.think_s` has no effect on sessions of one turn; raise `sessions.turns_max`"
                 )
             if self.arrivals.from_trace and isinstance(dataset, (AzureSpec, BurstGptSpec)):
                 raise ValueError(
-                    "sessions need arrivals of their own; set request_rate (a trace places single requests)"
+                    "sessions need arrivals of their own; set `arrivals.request_rate` (a trace places single requests)"
                 )
         return self
 
@@ -316,6 +324,10 @@ class WorkloadSpec(Spec):
     tenants: Annotated[tuple[TenantSpec, ...], Field(min_length=1)]
     max_concurrency: Annotated[int, Field(ge=1)] | None = None
     """At most this many requests in flight over all tenants; the next is sent when one ends."""
+    _flags: tuple[str, ...] | None = PrivateAttr(None)
+    """The flags that described it, so that errors name them; None where a file or code did."""
+    _file: str = PrivateAttr("")
+    """The file that did."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> WorkloadSpec:

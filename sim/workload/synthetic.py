@@ -30,8 +30,7 @@ def prefix_repetition_count(spec: PrefixRepetitionSpec, count: int) -> int:
     if each == 0:
         raise UsageError(
             f"prefix_repetition: {count} prompts are fewer than {spec.num_prefixes} prefixes; raise "
-            "--num-prompts "
-            f"or lower --prefix-repetition-num-prefixes"
+            "`num_prompts` or lower `dataset.num_prefixes`"
         )
     return each * spec.num_prefixes
 

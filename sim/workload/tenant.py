@@ -63,7 +63,10 @@ def read_rows(spec: FileSpec) -> Rows:
 
 
 def load_tenant(tenant: TenantSpec, streams: Streams) -> TenantRequests:
-    """The requests of `tenant` before its shared-prefix group is put in front of them."""
+    """The requests of `tenant` before its shared-prefix group is put in front of them.
+
+    Raises UsageError; fields of the tenant are in backquotes, for `load_workload` to name as the user does.
+    """
     dataset = tenant.dataset
     if isinstance(dataset, (RandomSpec, PrefixRepetitionSpec)):
         _refuse_trace_options(tenant)
@@ -80,21 +83,25 @@ def _refuse_trace_options(tenant: TenantSpec) -> None:
         return
     name = tenant.dataset.name
     if tenant.arrivals.rate_scale != 1:
-        raise UsageError(f"--rate-scale scales a trace's own times and {name} has none; set --request-rate")
+        raise UsageError(
+            f"`arrivals.rate_scale` scales a trace's own times and {name} has none; set `arrivals.request_rate`"
+        )
     if tenant.arrivals.duration_s is not None:
-        raise UsageError(f"duration_s needs times and {name} has none; set --request-rate")
+        raise UsageError(
+            f"`arrivals.duration_s` needs times and {name} has none; set `arrivals.request_rate`"
+        )
 
 
 def _replay(tenant: TenantSpec, rows: Rows) -> TenantRequests:
     """The trace at its own times, faster or slower by `rate_scale`."""
     if tenant.sessions is not None:
         raise UsageError(
-            "sessions need arrivals of their own; set --request-rate (a trace places single requests)"
+            "sessions need arrivals of their own; set `arrivals.request_rate` (a trace places single requests)"
         )
     if getattr(tenant.dataset, "order", "file") != "file":
         raise UsageError(
-            "order has no effect when requests are sent at the trace's own times; set --request-rate or "
-            "remove order"
+            "`dataset.order` has no effect when requests are sent at the trace's own times; set "
+            "`arrivals.request_rate` or remove `dataset.order`"
         )
     assert rows.time_s is not None
     time_s = rows.time_s / tenant.arrivals.rate_scale
@@ -177,7 +184,7 @@ def _turns_and_times(
         )
     if not len(turns):
         raise UsageError(
-            f"tenant {tenant.name!r} sends no request; raise the rate, the duration or --num-prompts"
+            f"tenant {tenant.name!r} sends no request; raise the rate, the duration or `num_prompts`"
         )
     return turns, start_s[: len(turns)]
 

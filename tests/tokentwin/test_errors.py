@@ -70,7 +70,7 @@ MODEL = ("--model", "llama-3.1-8b")
         ((*SMALL, "--save-detailed"), "--save-detailed has no effect without"),
         ((*SMALL, "--plot-timeline"), "--plot-timeline has no effect without"),
         ((*SMALL, "--save-result", "--append-result"), "--append-result needs --result-filename"),
-        ((*SMALL, "--think-time", "5"), "a think time has no effect on sessions of one turn"),
+        ((*SMALL, "--think-time", "5"), "--think-time has no effect on sessions of one turn"),
         ((*SMALL, "--router", "central"), "--router has no effect on one replica"),
         ((*SMALL, "--static-batch-size", "4"), "only with --policy static"),
         ((*SMALL, "--dataset-path", "x.csv"), "--dataset-path has no effect with --dataset-name random"),

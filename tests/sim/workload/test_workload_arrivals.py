@@ -153,7 +153,7 @@ def test_a_daily_curve_has_the_mean_rate_it_was_given(name: str) -> None:
         ({"burstiness": 2}, "no effect"),
         ({"request_rate": math.inf, "burstiness": 2}, "no effect"),
         ({"request_rate": 1, "rate_scale": 2}, "no effect"),
-        ({"ramp_up_start_rps": 2}, "need --ramp-up-strategy"),
+        ({"ramp_up_start_rps": 2}, "need `ramp_up_strategy`"),
         ({"ramp_up_strategy": "linear", "ramp_up_start_rps": 1}, "needs both"),
         ({"ramp_up_strategy": "cubic", "ramp_up_start_rps": 1, "ramp_up_end_rps": 2}, "linear"),
         (
@@ -166,7 +166,7 @@ def test_a_daily_curve_has_the_mean_rate_it_was_given(name: str) -> None:
         ({"rate_points": ((0, -1), (1, 2))}, "negative"),
         ({"rate_points": ((0, 0), (1, 0))}, "positive"),
         ({"rate_points": "0:1,5"}, "look like"),
-        ({"daily_curve": "office"}, "finite request_rate"),
+        ({"daily_curve": "office"}, "finite `request_rate`"),
         ({"daily_curve": "ofice", "request_rate": 1}, "known: consumer, office"),
         ({"period_s": 60}, "no effect"),
         ({"duration_s": 0, "request_rate": 1}, "greater than 0"),
