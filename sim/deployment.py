@@ -512,5 +512,6 @@ def simulate(
         "limits": {name: getattr(built.limits, name) for name in built.limits.__slots__},
         "workload": {"name": workload.name, **workload.meta},
         "profile_hash": built.profile.content_hash,
+        "seed": seed,
     }
     return replace(record, warnings=tuple(warnings), meta=meta)
