@@ -6,39 +6,38 @@ its effect over all orders (Shapley 1953). The parts then add up to the differen
 misses of its own recorded run is kept apart as `unexplained`.
 
 - workload: which requests are sent, and when (closed loops and sessions wait for their answers);
-- schedule: limits, KV pages, batch policy, queue order, replicas, router;
-- kernel: device time of a step, given what it computes;
-- host: host time of a step, and of a request before and after the engine.
+- schedule: limits, KV pages, batch policy, queue order, how long drafts are;
+- kernel: device time of a step, given what it computes, verifications and draft passes included;
+- host: host time of a step, and of a request before and after the engine;
+- acceptance: which drafts stand;
+- routing: which replicas there are and who goes where: router, pools, autoscaler, failures, door, cache of answers;
+- pipeline: how many steps are in flight, and with them the bubbles;
+- transfer: hand-overs between a pipeline's stages, and of KV from prefill to decode.
+
+The last four are there only where a run has them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from calibration.recorded import (
-    COMPOSITION,
-    RecordedPrices,
-    Rules,
-    frontend_of,
-    rules_of,
-    workload_of,
-)
+from calibration.recorded import COMPOSITION, RecordedPrices
+from calibration.sides import INSTEAD, Side, world
+from calibration.sides import PARTS as ALL_PARTS
 from serving.errors import UsageError, nearest
-from serving.policies import load_policy
 from sim.metrics import summarise
-from sim.pipeline import bubble_share
 from sim.record import RunRecord, Status
 from sim.replications import figures
 from sim.workload import Workload
-from sim.world import Frontend, run_world
 
 PARTS = ("workload", "schedule", "kernel", "host")
+"""What every run has."""
 METRICS = ("mean_ttft", "p95_ttft", "mean_tpot", "p95_tpot", "mean_e2el", "p95_e2el", "output_throughput")
 """What is split unless asked otherwise; any figure of `sim.replications.figures` can be."""
 
@@ -93,33 +92,6 @@ class RunDiff:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One run taken apart."""
-
-    record: RunRecord
-    workload: Workload
-    rules: Rules
-    prices: RecordedPrices
-    frontend: Frontend
-    notes: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, record: RunRecord, name: str) -> _Side:
-        workload, about_workload = workload_of(record)
-        rules, about_rules = rules_of(record)
-        notes = [f"{name}: {note}" for note in (*about_workload, *about_rules)]
-        return cls(record, workload, rules, RecordedPrices(record), frontend_of(record), notes)
-
-
-class _Swapped:
-    """Device times of one run and host times of another."""
-
-    def __init__(self, kernel: RecordedPrices, host: RecordedPrices) -> None:
-        self.step_s, self.decode_run_s, self.host_s = kernel.step_s, kernel.decode_run_s, host.host_s
-        self.move_s = kernel.move_s
-
-
 def diff(
     a: RunRecord,
     b: RunRecord,
@@ -128,23 +100,13 @@ def diff(
     names: tuple[str, str] = ("A", "B"),
     progress: Callable[[int, int], None] | None = None,
 ) -> RunDiff:
-    """Split the difference of two runs into `PARTS`.
+    """Split the difference of two runs into the parts that they have.
 
-    Raises `UsageError` for an unknown metric, a run without steps, a run with drafts (which steps of another run cannot
-    price) or of a pipeline (whose steps overlap), or a run in which nothing finished.
+    Raises `UsageError` for an unknown metric, a run without steps or without a finished request, a fleet or a pipeline
+    whose deployment is not at hand, and a pipeline beside what no pipeline has.
     """
-    for record, name in ((a, names[0]), (b, names[1])):
-        if record.drafts is not None:
-            raise UsageError(
-                f"{name} verified drafts, and a replay cannot say which would stand in another schedule; "
-                "tokentwin compare sets two deployments side by side"
-            )
-        if bubble_share(record) is not None:
-            raise UsageError(
-                f"{name} ran in a pipeline, and a replay has one step at a time; "
-                "tokentwin compare sets two deployments side by side"
-            )
-    sides = (_Side.of(a, names[0]), _Side.of(b, names[1]))
+    sides = (Side.of(a, names[0]), Side.of(b, names[1]))
+    _check(sides)
     recorded = tuple(_figures(side.record) for side in sides)
     known = [name for name in recorded[0] if name in recorded[1]]
     for metric in metrics:
@@ -153,37 +115,99 @@ def diff(
     wanted = [m for m in metrics if all(math.isfinite(side[m]) for side in recorded)]
     if not wanted:
         raise UsageError("no request finished in one of the runs, so there is nothing to split")
-    active = tuple(part for part in PARTS if not _same(part, *sides))
+    parts = _parts(sides)
+    active = tuple(part for part in parts if not _same(part, *sides))
     worlds = [frozenset(chosen) for n in range(len(active) + 1) for chosen in combinations(active, n)]
     values: dict[frozenset[str], dict[str, float]] = {}
-    for world in worlds:
-        values[world] = _replay(sides, world)
+    for chosen in worlds:
+        values[chosen] = _replay(sides, chosen, all_of_b=len(chosen) == len(active) > 0)
         if progress is not None:
             progress(len(values), len(worlds))
-    first = first_difference(a, b)
     return RunDiff(
-        splits=tuple(_split(metric, recorded, values, active) for metric in wanted),
-        first_difference=first,
+        splits=tuple(_split(metric, recorded, values, active, parts) for metric in wanted),
+        first_difference=first_difference(a, b),
         identical_steps=_identical(a, b),
         num_steps=(len(a.steps), len(b.steps)),
-        kernel_ratio=_ratios(sides[0].prices, sides[1].prices),
+        kernel_ratio=_ratios(RecordedPrices(a, None), RecordedPrices(b, None)),
         worlds=len(worlds),
         notes=tuple(dict.fromkeys(note for side in sides for note in side.notes)),
     )
+
+
+def _check(sides: tuple[Side, Side]) -> None:
+    """Raise `UsageError` where some mixture of the two could not run."""
+    if all(max(side.depths) == 1 for side in sides):
+        return
+    for side in sides:
+        for pool in side.pools:
+            limits = pool.limits
+            for what, is_so in (
+                ("verified drafts", limits.num_speculative_tokens),
+                ("ran static batches", pool.policy == "static"),
+                ("copied KV to the host", limits.swap_pages or limits.host_cache_pages),
+            ):
+                if is_so:
+                    raise UsageError(
+                        f"{side.name} {what} and the other ran in a pipeline, and no pipeline does both: their parts "
+                        f"cannot be put into one world; {INSTEAD}"
+                    )
 
 
 def _figures(record: RunRecord) -> dict[str, float]:
     return figures(summarise(record))
 
 
-def _same(part: str, a: _Side, b: _Side) -> bool:
+def _parts(sides: tuple[Side, Side]) -> tuple[str, ...]:
+    """Those that one of the runs has."""
+    routed = any(s.routing.fleet or s.routing.num_replicas > 1 or s.routing.response_cache for s in sides)
+    pipelined = any(max(side.depths) > 1 for side in sides)
+    there = {
+        "acceptance": any(side.speculates for side in sides),
+        "routing": routed,
+        "pipeline": pipelined,
+        "transfer": pipelined or any(side.kv_transfer for side in sides),
+    }
+    return tuple(part for part in ALL_PARTS if there.get(part, True))
+
+
+def _same(part: str, a: Side, b: Side) -> bool:
     if part == "workload":
-        return _same_workload(a.workload, b.workload)
-    if part == "schedule":
-        return a.rules == b.rules
+        return _same_workload(a.workload, b.workload) and a.until_s == b.until_s
     if part == "kernel":
-        return a.prices.same_kernels(b.prices)
-    return a.prices.same_host(b.prices) and a.frontend == b.frontend
+        return _same_kernels(a, b)
+    if part == "host":
+        return _same_hosts(a, b) and a.frontend == b.frontend
+    if part == "schedule" and a.depths == b.depths:
+        asynchronous = [[pool.limits.async_scheduling for pool in side.pools] for side in (a, b)]
+        return asynchronous[0] == asynchronous[1] and a.facts(part) == b.facts(part)
+    if part == "acceptance" and (a.drafts is None or a.drafts.acceptance is None):
+        return a.record is b.record
+    return a.facts(part) == b.facts(part)
+
+
+def _same_kernels(a: Side, b: Side) -> bool:
+    if a.made_again is not None and b.made_again is not None:
+        facts = [[pool.known.facts() for pool in side.pools if pool.known is not None] for side in (a, b)]
+        return facts[0] == facts[1] and a.noise == b.noise
+    mine, theirs = ([pool.kernels for pool in side.pools] for side in (a, b))
+    return len(mine) == len(theirs) and all(
+        isinstance(one, RecordedPrices) and isinstance(other, RecordedPrices) and one.same_kernels(other)
+        for one, other in zip(mine, theirs, strict=True)
+    )
+
+
+def _same_hosts(a: Side, b: Side) -> bool:
+    if len(a.pools) != len(b.pools):
+        return False
+    for one, other in zip(a.pools, b.pools, strict=True):
+        mine, theirs = one.host, other.host
+        if isinstance(mine, RecordedPrices) or isinstance(theirs, RecordedPrices):
+            both = isinstance(mine, RecordedPrices) and isinstance(theirs, RecordedPrices)
+            if not (both and mine.same_host(theirs)):  # type: ignore[union-attr,arg-type]
+                return False
+        elif mine.host_facts() != theirs.host_facts():
+            return False
+    return True
 
 
 def _same_workload(a: Workload, b: Workload) -> bool:
@@ -206,24 +230,12 @@ def _same_workload(a: Workload, b: Workload) -> bool:
     )
 
 
-def _replay(sides: tuple[_Side, _Side], of_b: frozenset[str]) -> dict[str, float]:
+def _replay(sides: tuple[Side, Side], of_b: frozenset[str], *, all_of_b: bool) -> dict[str, float]:
     """Figures of a world whose parts in `of_b` are B's and whose others are A's."""
-    workload, rules, kernel, host = (sides[part in of_b] for part in PARTS)
-    settings = rules.rules
-    kernel.prices.rewind()
-    record = run_world(
-        workload.workload,
-        settings.limits,
-        _Swapped(kernel.prices, host.prices),
-        make_policy=lambda: load_policy(settings.policy, **dict(settings.policy_options)),
-        num_replicas=settings.num_replicas,
-        router=settings.router,
-        frontend=host.frontend,
-        # Leaping prices more steps than it takes, which would use up the times of steps that look alike.
-        fast_forward=not kernel.prices.ambiguous,
-    )
-    if record.interrupted:
-        raise KeyboardInterrupt
+    for side, is_it in ((sides[0], not of_b), (sides[1], all_of_b)):
+        if is_it and side.made_again is not None:
+            return _figures(side.made_again)
+    record = world({part: sides[part in of_b] for part in ALL_PARTS})
     if not (record.requests.status == Status.FINISHED).any():
         raise UsageError(
             f"nothing can run when {', '.join(sorted(of_b))} of one run meets the rest of the other; their limits "
@@ -237,8 +249,9 @@ def _split(
     recorded: tuple[dict[str, float], ...],
     values: dict[frozenset[str], dict[str, float]],
     active: tuple[str, ...],
+    every: tuple[str, ...],
 ) -> Split:
-    parts = dict.fromkeys(PARTS, 0.0)
+    parts = dict.fromkeys(every, 0.0)
     size = len(active)
     for part in active:
         others = [other for other in active if other != part]

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
+from costmodel.pipeline import PipelinePricer
 from costmodel.pricer import StepPricer
 from serving.config import SchedulerConfig
 from serving.errors import TokenTwinError, UsageError
-from sim.deployment import Deployment, build
+from sim.deployment import Built, Deployment, build, policy_options
 from sim.meta import meta_value
-from sim.record import Floats, RunRecord, Status
+from sim.record import Floats, RunRecord, Status, StepTable
 from sim.workload import Workload, WorkloadSpec, load_workload
 from sim.workload.types import ClosedLoop
 from sim.world import Frontend
@@ -109,11 +111,6 @@ def _same_requests(workload: Workload, record: RunRecord) -> bool:
 
 def rules_of(record: RunRecord) -> tuple[Rules, list[str]]:
     """Scheduler limits and policy of a run; vLLM V1's defaults where a record only has its capacity."""
-    if record.fleet is not None:
-        raise UsageError(
-            "one of the runs has pools, an autoscaler, failures or admission; only runs of fixed replicas that are all "
-            "alike can be told apart"
-        )
     known = {f.name for f in fields(SchedulerConfig)}
     limits: dict[str, Any] = {
         name: _frozen(value) for name, value in (record.meta.get("limits") or {}).items() if name in known
@@ -123,15 +120,17 @@ def rules_of(record: RunRecord) -> tuple[Rules, list[str]]:
     capacity = ("num_pages", "page_tokens", "max_num_seqs", "max_num_batched_tokens")
     limits |= {name: getattr(record, name) for name in capacity}
     deployment: dict[str, Any] = record.meta.get("deployment") or {}
-    options = {
-        "batch_size": deployment.get("static_batch_size"),
-        "max_wait_s": deployment.get("static_max_wait"),
-    }
+    options: dict[str, Any] = {}
+    if deployment:
+        try:
+            options = policy_options(Deployment.model_validate(deployment))
+        except (UsageError, ValidationError):
+            notes.append("the options of its batch policy are not readable; the policy's defaults stand in")
     return (
         Rules(
             SchedulerConfig(**limits),
             deployment.get("policy", "chunked"),
-            tuple((name, value) for name, value in options.items() if value is not None),
+            tuple(options.items()),
             record.num_replicas,
             deployment.get("router", "round_robin"),
         ),
@@ -176,15 +175,15 @@ def _median(values: Floats) -> float:
     return max(float(np.median(known)), 0.0) if len(known) else 0.0
 
 
-def model_prices(record: RunRecord) -> StepPricer | None:
-    """The price list that a twin's run was made with, when its deployment and profile are at hand unchanged."""
+def built_of(record: RunRecord) -> Built | None:
+    """A twin's deployment worked out again, when it and its profile are at hand unchanged."""
     if not record.meta.get("deployment") or not record.meta.get("profile_hash"):
         return None
     try:
         built = build(Deployment.model_validate(record.meta["deployment"]))
     except (TokenTwinError, ValidationError):
         return None
-    return built.pricer if built.profile.content_hash == record.meta["profile_hash"] else None
+    return built if built.profile.content_hash == record.meta["profile_hash"] else None
 
 
 class RecordedPrices:
@@ -195,18 +194,27 @@ class RecordedPrices:
     the nearest of them.
     """
 
-    def __init__(self, record: RunRecord) -> None:
-        steps = record.steps
-        if not len(steps):
+    def __init__(
+        self,
+        record: RunRecord,
+        model: StepPricer | Literal["own"] | None = "own",
+        rows: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Of all steps, or of those in `rows`; `model` is the run's own price list where it is known."""
+        steps = record.steps if rows is None else record.steps.where(rows)
+        if not len(record.steps):
             raise UsageError("the run has no step table; save it with its steps (steps.parquet)")
-        self.model = model_prices(record)
+        if model == "own":
+            built = built_of(record)
+            model = None if built is None else built.pricer
+        self.model = model
         self._deployment: dict[str, Any] = record.meta.get("deployment") or {}
         columns = [getattr(steps, name).tolist() for name in COMPOSITION]
         self._table: dict[Key, list[float]] = {}
         in_time = np.argsort(steps.start_s, kind="stable").tolist()
-        rows, gpu_s = list(zip(*columns, strict=True)), steps.gpu_s.tolist()
+        keys, gpu_s = list(zip(*columns, strict=True)), steps.gpu_s.tolist()
         for i in in_time:
-            self._table.setdefault(rows[i], []).append(gpu_s[i])
+            self._table.setdefault(keys[i], []).append(gpu_s[i])
         for key, values in self._table.items():
             if min(values) == max(values):
                 self._table[key] = values[:1]
@@ -214,7 +222,7 @@ class RecordedPrices:
         """Whether steps that look alike took different times."""
         self._used: dict[Key, int] = {}
         host: dict[tuple[int, int], list[float]] = {}
-        host_s = _host_seconds(record)
+        host_s = _host_seconds(steps, is_asynchronous(record))
         seqs = (steps.num_prefills + steps.num_decodes).tolist()
         for num_seqs, num_tokens, each_s in zip(seqs, columns[0], host_s.tolist(), strict=True):
             host.setdefault((num_seqs, num_tokens), []).append(each_s)
@@ -268,20 +276,58 @@ class RecordedPrices:
             tokens += chunk
             area += chunk * before + chunk * (chunk + 1) // 2
         key = (num_tokens, tokens, len(prefills), num_decodes, decode_context_sum, float(area))
-        found = self._table.get(key)
+        found = self.found(key)
         if found is not None:
-            if len(found) == 1:
-                return found[0]
-            used = self._used.get(key, 0)
-            self._used[key] = used + 1
-            return found[used % len(found)]
+            return found
         if self.model is not None:
             return self.model.step_s(
                 num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max
             )
+        return self.fitted(key)
+
+    def found(self, key: Key) -> float | None:
+        """What such a step took, the next of them in turn; None where the run had none."""
+        found = self._table.get(key)
+        if found is None:
+            return None
+        if len(found) == 1:
+            return found[0]
+        used = self._used.get(key, 0)
+        self._used[key] = used + 1
+        return found[used % len(found)]
+
+    def fitted(self, key: Key) -> float:
+        """The time of a step that was not recorded, between those that were."""
         if self._fit is None:
             self._fit = _Fit({key: _mean(values) for key, values in self._table.items()})
         return self._fit.seconds(key)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a pipeline, 1 where there is none."""
+        return self.model.num_stages if isinstance(self.model, PipelinePricer) else 1
+
+    def stage_s(
+        self,
+        num_tokens: int,
+        num_sampled: int,
+        prefills: Sequence[tuple[int, int]],
+        num_decodes: int,
+        decode_context_sum: int,
+        decode_context_max: int,
+    ) -> list[float]:
+        """As `PipelinePricer.stage_s`: the recorded mean over the stages, in the proportions of the price list."""
+        assert isinstance(self.model, PipelinePricer)
+        stages = self.model.stage_s(
+            num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max
+        )
+        tokens = sum(chunk for chunk, _ in prefills)
+        area = sum(chunk * before + chunk * (chunk + 1) // 2 for chunk, before in prefills)
+        mean_s = self.found((num_tokens, tokens, len(prefills), num_decodes, decode_context_sum, float(area)))
+        if mean_s is None:
+            return stages
+        factor = mean_s * len(stages) / sum(stages)
+        return [seconds * factor for seconds in stages]
 
     def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
         """As `StepPricer.decode_run_s`."""
@@ -312,12 +358,11 @@ def _mean(values: list[float]) -> float:
     return values[0] if min(values) == max(values) else sum(values) / len(values)
 
 
-def _host_seconds(record: RunRecord) -> Floats:
+def _host_seconds(steps: StepTable, asynchronous: bool) -> Floats:
     """Host time per step. Where the engine is synchronous, all that a step took beyond the device counts."""
-    steps = record.steps
     beyond_s = steps.end_s - steps.start_s - steps.gpu_s
     close = np.abs(beyond_s - steps.host_s) <= 1e-9 * np.maximum(1.0, np.abs(steps.end_s))
-    kept = close | is_asynchronous(record)
+    kept = close | asynchronous
     return np.where(kept, steps.host_s, np.maximum(beyond_s, 0.0))
 
 

@@ -48,16 +48,36 @@ def shown(split: Split, value: float) -> float:
 
 
 def diff_lines(found: RunDiff, names: tuple[str, str] = ("A", "B")) -> list[str]:
-    """The table and what there is to say about it, at most 80 columns where the names allow."""
-    head = ("A", "B", "B - A", *PARTS)
-    lines = [f"A: {names[0]}", f"B: {names[1]}", "", " " * 17 + "".join(f"{cell:>9}" for cell in head)]
+    """The table and what there is to say about it, at most 80 columns where the names allow.
+
+    More than four parts are a table of their own.
+    """
+    parts = tuple(found.splits[0].parts)
+    several = len(parts) > len(PARTS)
+    shown_parts = () if several else parts
+    lines = [f"A: {names[0]}", f"B: {names[1]}", ""]
+    rows = [("", ["A", "B", "B - A", *shown_parts])]
     for split in found.splits:
         row = cells(split, (split.a, split.b))
-        row += cells(split, (split.difference, *(split.parts[part] for part in PARTS)), signed=True)
-        lines.append(f"{label(split.metric)[:17]:<17}" + "".join(f"{cell:>9}" for cell in row))
+        row += cells(split, (split.difference, *(split.parts[part] for part in shown_parts)), signed=True)
+        rows.append((label(split.metric), row))
+    lines += [f"{name[:17]:<17}" + "".join(f"{cell:>9}" for cell in row) for name, row in rows]
+    if several:
+        lines += ["", *_parts_table(found.splits, parts)]
     lines.append("")
     lines += sentences(found)
     return lines
+
+
+def _parts_table(splits: Sequence[Split], parts: Sequence[str]) -> list[str]:
+    """What each part adds, in columns as wide as they need to be."""
+    rows = [list(parts)]
+    rows += [cells(split, (split.parts[part] for part in parts), signed=True) for split in splits]
+    widths = [1 + max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        f"{name[:15]:<15}" + "".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for name, row in zip(["", *(label(split.metric) for split in splits)], rows, strict=True)
+    ]
 
 
 def sentences(found: RunDiff) -> list[str]:
@@ -160,7 +180,7 @@ def diff_html(found: RunDiff, names: tuple[str, str] = ("A", "B")) -> str:
             f'<p class="sub">A: {escape(names[0])}<br>B: {escape(names[1])}</p>',
             f'<section class="verdict"><h2>Steps</h2><ul>{said}</ul></section>',
             f'<div class="grid">{"".join(plots)}</div>',
-            table_section("Parts", ["", "A", "B", "B − A", *PARTS, "unexplained"], rows),
+            table_section("Parts", ["", "A", "B", "B − A", *found.splits[0].parts, "unexplained"], rows),
         ],
     )
 
@@ -168,7 +188,7 @@ def diff_html(found: RunDiff, names: tuple[str, str] = ("A", "B")) -> str:
 def waterfall(split: Split) -> Any:
     """A's value, what each part adds, B's value."""
     go: Any = import_module("plotly.graph_objects")
-    steps = [(part, split.parts[part]) for part in PARTS]
+    steps = list(split.parts.items())
     if split.unexplained:
         steps.append(("unexplained", split.unexplained))
     raw = [value for _, value in steps]

@@ -55,6 +55,11 @@ class Rates:
         self._seed = seed
         self._draft_rate = draft_rate
 
+    def longer(self, count: int) -> Rates:
+        """For drafts of at least `count` tokens: the last position's rate holds for those beyond it."""
+        rates = self._rates.tolist()
+        return Rates([*rates, *rates[-1:] * (count - len(rates))], self._seed, self._draft_rate)
+
     def accepted(self, requests: Ints, positions: Ints, drafts: Ints) -> Ints:
         """See `Acceptance`."""
         return _accepted(self._seed, self._rates[None, :], requests, positions, drafts)

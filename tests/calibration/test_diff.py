@@ -175,9 +175,6 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence() -> None:
     empty = toy_run([0.0], [10], [5], rejected=(0,))
     with pytest.raises(UsageError, match="no step table"):
         diff(run(), empty)
-    drafts = '{"method": "ngram", "num_speculative_tokens": 2, "acceptance": 0.5}'
-    with pytest.raises(UsageError, match="B verified drafts"):
-        diff(run(), run(speculative_config=drafts))
 
 
 def test_any_figure_can_be_split() -> None:
