@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 import yaml
@@ -13,9 +14,12 @@ def parse_structured(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        content = yaml.safe_load(value)
-    except yaml.YAMLError:
-        content = None
+        content = json.loads(value)  # YAML takes JSON's 1e-06 for a word
+    except ValueError:
+        try:
+            content = yaml.safe_load(value)
+        except yaml.YAMLError:
+            content = None
     if not isinstance(content, dict | list):
         raise ValueError(
             f"{value[:40]!r} is not a mapping; write it as {{key: value}}, or in a --config file"
