@@ -115,7 +115,9 @@ class RequestLog:
     ranges: list[tuple[int, ...]] = field(default_factory=list)
     """(request, replica, first step of the replica, steps), and where drafts are verified the tokens of each step."""
     speculates: bool = False
-    """A replica verifies drafts, so that a step may give a request several tokens."""
+    """A step may give a request several tokens: a replica verifies drafts, or answers are shown whole."""
+    unstreamed: list[int] = field(default_factory=list)
+    """Requests of which nothing is shown before their end."""
 
     def __post_init__(self) -> None:
         for name in ("sent_s", "queued_s", "scheduled_s", "prefill_done_s", "engine_done_s"):
@@ -125,6 +127,25 @@ class RequestLog:
         self.replica = [-1] * self.count
         self.status = [int(Status.UNFINISHED)] * self.count
         self.reason = [""] * self.count
+
+    def add_guest(self) -> int:
+        """A row beyond the workload's requests, for whoever makes requests of its own."""
+        for name in ("sent_s", "queued_s", "scheduled_s", "prefill_done_s", "engine_done_s"):
+            getattr(self, name).append(math.nan)
+        for name in ("output_tokens", "cached_tokens", "preemptions"):
+            getattr(self, name).append(0)
+        self.replica.append(-1)
+        self.status.append(int(Status.UNFINISHED))
+        self.reason.append("")
+        return len(self.status) - 1
+
+    def drop_guests(self) -> None:
+        """Only the workload's own requests are left."""
+        for name in ("sent_s", "queued_s", "scheduled_s", "prefill_done_s", "engine_done_s"):
+            del getattr(self, name)[self.count :]
+        for name in ("output_tokens", "cached_tokens", "preemptions", "replica", "status", "reason"):
+            del getattr(self, name)[self.count :]
+        self.ranges = [entry for entry in self.ranges if entry[0] < self.count]
 
     def token_ranges(
         self, rows: np.ndarray[tuple[int], np.dtype[np.int64]], logs: list[StepLog]
@@ -168,7 +189,11 @@ def request_table(
     rows = np.flatnonzero(~np.isnan(sent_s))
     rows = rows[np.argsort(sent_s[rows], kind="stable")]
     way_out_s = rtt_s / 2 + detokenize_s
-    prefill_done_s = np.array(log.prefill_done_s)
+    prefill_done_s, engine_done_s = np.array(log.prefill_done_s), np.array(log.engine_done_s)
+    first_s = prefill_done_s
+    if log.unstreamed:
+        first_s = prefill_done_s.copy()
+        first_s[log.unstreamed] = engine_done_s[log.unstreamed]
     table = RequestTable(
         request_id=rows,
         tenant=tenant[rows],
@@ -177,8 +202,8 @@ def request_table(
         queued_s=np.array(log.queued_s)[rows],
         scheduled_s=np.array(log.scheduled_s)[rows],
         prefill_done_s=prefill_done_s[rows],
-        engine_done_s=np.array(log.engine_done_s)[rows],
-        first_token_s=(prefill_done_s + way_out_s)[rows],
+        engine_done_s=engine_done_s[rows],
+        first_token_s=(first_s + way_out_s)[rows],
         last_token_s=(last_token_s + way_out_s)[rows],
         network_s=(way_in_s + rtt_s / 2)[rows],
         tokenize_s=tokenize_s[rows],

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from serving.beams import BeamCounts
 from serving.draft_counts import DraftCounts
 from sim.frames import frame
 from sim.latency import (
@@ -34,6 +35,10 @@ from sim.slo import Goodput, Slo
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+
+_COUNTS = ("drafts", "beams")
+"""Figures of a `Summary` that are made of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,8 @@ class Summary:
     """Requests answered from the response cache, without an engine."""
     drafts: DraftCounts | None = None
     """What became of drafts; None without speculative decoding."""
+    beams: BeamCounts | None = None
+    """What beam searches took; None without any."""
 
     @property
     def failed(self) -> int:
@@ -143,11 +150,14 @@ class Summary:
             value = getattr(self, each.name)
             if isinstance(value, LatencyStats):
                 out |= _figures_ms(each.name, value)
-            elif each.name != "drafts" and (value is None or isinstance(value, int | float)):
+            elif each.name not in _COUNTS and (value is None or isinstance(value, int | float)):
                 out[each.name] = math.nan if value is None else value
         if (drafts := self.drafts) is not None:
             out["spec_decode_acceptance_rate"] = drafts.acceptance_rate * 100
             out["spec_decode_acceptance_length"] = drafts.mean_acceptance_length
+        if (beams := self.beams) is not None:
+            out["beam_requests"] = beams.requests
+            out["beam_hit_rate"] = beams.hit_rate
         return out
 
     def __call__(self) -> DataFrame:
@@ -240,6 +250,7 @@ def summarise(
         warnings=(*record.warnings, *_thin_percentiles(status[Status.FINISHED], percentiles)),
         errors=status[Status.FAILED],
         drafts=record.drafts,
+        beams=record.beams,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from serving.beams import BeamCounts
 from serving.draft_counts import DraftCounts
 from sim.fleet.record import FleetRecord
 
@@ -168,6 +169,8 @@ class RunRecord:
     warnings: tuple[str, ...] = ()
     drafts: DraftCounts | None = None
     """What became of drafts; None without speculative decoding."""
+    beams: BeamCounts | None = None
+    """What beam searches took; None without any."""
     meta: dict[str, Any] = field(default_factory=dict)
     fleet: FleetRecord | None = None
     """Of a run with pools, an autoscaler, failures or admission. `num_replicas` then counts all that ever were, and the

@@ -17,6 +17,7 @@ from serving.draft_counts import total
 from serving.policies import BatchPolicy
 from serving.request import Request
 from serving.scheduler import Scheduler
+from sim.beam import BeamSearches, check_beams
 from sim.clock import Clock
 from sim.fleet.fleet import Fleet
 from sim.fleet.plan import FleetPlan
@@ -82,6 +83,7 @@ def run_world(
     `watch` is told of the world before it runs, for somebody who looks at it from another thread. With `response_cache`
     a request that repeats one already answered is answered at once, without an engine.
     """
+    check_beams(workload, fleet=fleet is not None)
     world = _World(
         workload,
         config,
@@ -191,6 +193,10 @@ class _World:
                 fast_forward=fast_forward,
                 noise=noise,
             )
+        self.beams: BeamSearches | None = None
+        if workload.beam_width is not None:
+            assert isinstance(self.router, Router)
+            self.beams = BeamSearches(self.clock, self.log, workload, config, self.router, self._searched)
         self.repeats: list[int] | None = None
         """Of each request the first that is the very same, where there is a cache of answers."""
         self._answered: set[int] = set()
@@ -238,7 +244,10 @@ class _World:
         if self.repeats is not None and self.repeats[row] in self._answered:
             self._answered_before(row, now_s)
             return
-        if not self.router.submit(self._request(row)):
+        submit = self.router.submit
+        if self.beams is not None and self.beams.width[row]:
+            submit = self.beams.begin
+        if not submit(self._request(row)):
             self._ended(row, now_s + self._way_out_s[row])
 
     def _answered_before(self, row: int, now_s: float) -> None:
@@ -255,6 +264,8 @@ class _World:
         keys: Sequence[int] = ()
         if self._has_keys[row] and self.config.enable_prefix_caching:
             keys = self.workload.page_keys(row, self.config.page_tokens)
+            if self.beams is not None:
+                keys = self.beams.found(keys)
         tenant = self._tenant[row]
         request = Request(
             row,
@@ -276,7 +287,13 @@ class _World:
         assert isinstance(request.id, int)
         assert not isinstance(self.router, Fleet)
         self.router.finished()
+        if self.beams is not None and request in self.beams:
+            self.beams.stepped(request, now_s)
+            return
         self._ended(request.id, now_s + self._way_out_s[request.id])
+
+    def _searched(self, row: int) -> None:
+        self._ended(row, self.clock.now + self._way_out_s[row])
 
     def _ended(self, row: int, client_s: float) -> None:
         """The client has its answer (or its refusal) at `client_s`."""
@@ -342,6 +359,8 @@ class _World:
             self.replicas = self.fleet.replicas
         for replica in self.replicas:
             replica.settle()
+        if self.beams is not None:
+            log.drop_guests()
         steps = step_table([replica.steps for replica in self.replicas])
         logs = [replica.steps for replica in self.replicas]
         last_token_s = np.full(len(workload), np.nan)
@@ -384,6 +403,7 @@ class _World:
             interrupted=interrupted,
             warnings=tuple(warnings),
             drafts=total(replica.drafts for replica in self.replicas),
+            beams=None if self.beams is None else self.beams.counts,
             fleet=None if self.fleet is None else self.fleet.record(rows),
         )
 

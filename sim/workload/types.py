@@ -51,6 +51,8 @@ class Workload:
     """One line each, such as "12 of 19,366 rows dropped: GeneratedTokens is 0"."""
     meta: dict[str, Any] = field(default_factory=dict)
     """JSON values: dataset, file, sha256, request_rate, burstiness, …"""
+    beam_width: Ints | None = None
+    """Hypotheses of each request's beam search, 0 where it asks for none; None where no request does."""
 
     def __len__(self) -> int:
         return len(self.sent_s)
@@ -83,7 +85,8 @@ class Workload:
                 continue
             needed = int(np.searchsorted(ends, prompt)) + 1
             streams = tuple(self.segment_streams[lo : lo + needed].tolist())
-            key = (prompt, int(self.output_tokens[row]), tuple(ends[: needed - 1].tolist()), streams)
+            width = 0 if self.beam_width is None else int(self.beam_width[row])
+            key = (prompt, int(self.output_tokens[row]), width, tuple(ends[: needed - 1].tolist()), streams)
             out[row] = first.setdefault(key, row)
         return out
 
