@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
+from realengine.attention_blocks import block_attention, blocks_win
 from realengine.batch import Batch, LayerCache
 from realengine.quant_cpu import quantised_linear
 from realengine.quant_kv import QuantisedCache, Scratch, has_own_layout
@@ -140,9 +141,7 @@ class TorchAttention:
         if norms is not None:
             qk[:, :heads] = torch.rms_norm(qk[:, :heads], (dim,), norms.q, norms.eps)
             qk[:, heads:] = torch.rms_norm(qk[:, heads:], (dim,), norms.k, norms.eps)
-        half = dim // 2
-        swapped = torch.cat((qk[..., half:], qk[..., :half]), dim=-1)
-        qk = torch.addcmul(qk * self.cos, swapped, self.sin)
+        qk = torch.addcmul(qk * self.cos, qk.roll(dim // 2, -1), self.sin)
         return qk[:, :heads], qk[:, heads:], v
 
     def __call__(self, qkv: Tensor, cache: LayerCache, norms: HeadNorms | None) -> Tensor:
@@ -167,9 +166,11 @@ class TorchAttention:
         return scaled_dot_product_attention(q, k, v, self._visible).reshape(rows, -1)
 
     def _chunk(self, q: Tensor, chunk: _Chunk, store: QuantisedCache | _PlainCache, dim: int) -> Tensor:
-        shape = (1, chunk.context, self.num_kv_heads, dim)
-        k, v = (x.view(shape).transpose(1, 2) for x in store.read(chunk.index, q.dtype))
-        q = q[chunk.start : chunk.end].transpose(0, 1).unsqueeze(0)
+        k, v = (x.view(chunk.context, self.num_kv_heads, dim) for x in store.read(chunk.index, q.dtype))
+        q = q[chunk.start : chunk.end]
+        if blocks_win(q.dtype, len(q), chunk.context):
+            return block_attention(q, k, v)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = scaled_dot_product_attention(
             q, k, v, chunk.mask(), is_causal=chunk.whole, enable_gqa=self.num_kv_heads != self.num_heads
         )
