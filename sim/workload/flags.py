@@ -91,6 +91,7 @@ TENANT_FLAGS: dict[str, str] = {
     "goodput": "goodput",
     "rtt_ms": "rtt_ms",
     "priority": "priority",
+    "beam_width": "beam_width",
 }
 OTHER_FLAGS: tuple[str, ...] = ("dataset_name", "dataset_path", "max_concurrency", "shared_prefix_len")
 FILE_FLAGS: tuple[str, ...] = (

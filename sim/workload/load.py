@@ -4,12 +4,13 @@ merge."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from serving.errors import UsageError
-from sim.record import Tenant
+from sim.record import Ints, Tenant
 from sim.workload.flags import reworded
 from sim.workload.rows import Segments
 from sim.workload.sessions import Turns
@@ -58,7 +59,7 @@ def _with_prefix(tenant: TenantSpec, turns: Turns, groups: dict[str, int], first
             ends, np.full(len(prompt), groups[tenant.shared_prefix.group], dtype=np.int64)
         )
         prompt = prompt + length
-    return Turns(prompt, turns.output_tokens, turns.sent_s, segments, turns.after, turns.think_s)
+    return replace(turns, prompt_tokens=prompt, segments=segments)
 
 
 def _merge(spec: WorkloadSpec, seed: int, parts: list[Turns], loaded: list[TenantRequests]) -> Workload:
@@ -105,7 +106,20 @@ def _merge(spec: WorkloadSpec, seed: int, parts: list[Turns], loaded: list[Tenan
         closed_loop=None if spec.max_concurrency is None else ClosedLoop(spec.max_concurrency),
         warnings=tuple(warnings),
         meta=_meta(spec, seed, loaded),
+        beam_width=_beam_width(spec, parts, order),
     )
+
+
+def _beam_width(spec: WorkloadSpec, parts: list[Turns], order: Ints) -> Ints | None:
+    """Of each request in order, 0 for those without a beam search; None where no request asks for one."""
+    widths = [
+        np.full(len(part.prompt_tokens), tenant.beam_width or 0)
+        if part.beam_width is None
+        else part.beam_width
+        for tenant, part in zip(spec.tenants, parts, strict=True)
+    ]
+    width = np.concatenate(widths).astype(np.int64)[order]
+    return width if width.any() else None
 
 
 def _tenant(spec: TenantSpec) -> Tenant:

@@ -91,6 +91,8 @@ class Rows:
     warnings: tuple[str, ...] = ()
     meta: dict[str, Any] = field(default_factory=dict)
     """JSON values: path, sha256, how tokens were counted."""
+    beam_width: Ints | None = None
+    """Hypotheses of each request's beam search, 0 for none; None where the file says nothing of beams."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -104,4 +106,5 @@ class Rows:
             time_s=None if self.time_s is None else self.time_s[rows],
             segments=None if self.segments is None else self.segments.take(rows),
             conversation=None,
+            beam_width=None if self.beam_width is None else self.beam_width[rows],
         )

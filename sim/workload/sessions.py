@@ -21,6 +21,8 @@ class Turns:
     segments: Segments
     after: Ints
     think_s: Floats
+    beam_width: Ints | None = None
+    """As of the rows that they were made of."""
 
 
 def draw_turns(
@@ -68,7 +70,7 @@ def compose(rows: Rows, turns: Ints, start_s: Floats, spec: SessionSpec, rng: np
     waited = np.cumsum(think_s)
     sent_s = np.repeat(start_s, turns) + (waited - waited[first])
     after = np.where(later, np.arange(count) - 1, -1)
-    return Turns(prompt, rows.output_tokens, sent_s, segments, after, think_s)
+    return Turns(prompt, rows.output_tokens, sent_s, segments, after, think_s, rows.beam_width)
 
 
 def _pauses(spec: SessionSpec, count: int, rng: np.random.Generator) -> Floats:

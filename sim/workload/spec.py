@@ -29,6 +29,7 @@ has rows), shuffled once and then the same, or drawn with replacement."""
 
 PositiveTokens = Annotated[int, Field(ge=1, le=10_000_000)]
 Tokens = Annotated[int, Field(ge=0, le=10_000_000)]
+MAX_BEAM_WIDTH = 128
 
 
 class Spec(BaseModel):
@@ -120,7 +121,7 @@ class LengthsSpec(Spec):
 class CustomSpec(Spec):
     """JSONL with `prompt` (text) or `prompt_tokens`, `output_tokens`, and optionally `arrival_s`,
     `prefix_group` and `prefix_tokens` (the first `prefix_tokens` tokens are those of every prompt of that
-    group)."""
+    group), and `beam_width` (0: no beam search)."""
 
     name: Literal["custom"] = "custom"
     path: Path
@@ -285,6 +286,8 @@ class TenantSpec(Spec):
     """vLLM's meaning: lower is served first."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of the engine that it is owed relative to others under `--scheduling-policy fair`."""
+    beam_width: Annotated[int, Field(ge=1, le=MAX_BEAM_WIDTH)] | None = None
+    """Each request is a beam search of so many hypotheses, whose best is the answer; None is no search."""
 
     @property
     def turns(self) -> SessionSpec | None:

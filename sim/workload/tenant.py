@@ -72,6 +72,10 @@ def load_tenant(tenant: TenantSpec, streams: Streams) -> TenantRequests:
         _refuse_trace_options(tenant)
         return _place(tenant, dataset, streams)
     rows = read_rows(dataset)
+    if rows.beam_width is not None and tenant.beam_width is not None:
+        raise UsageError(
+            f"{dataset.path}: its lines say how wide beams are, and so does `beam_width`; leave one of them out"
+        )
     if rows.time_s is not None and tenant.arrivals.from_trace:
         return _replay(tenant, rows)
     _refuse_trace_options(tenant)
@@ -153,6 +157,7 @@ def _single(rows: Rows, sent_s: Floats) -> Turns:
         segments,
         np.full(count, -1, dtype=np.int64),
         np.zeros(count),
+        rows.beam_width,
     )
 
 

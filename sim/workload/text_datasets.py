@@ -19,7 +19,7 @@ from sim.record import Floats, Ints
 from sim.workload.columns import Drops, Reasons, by_time, number_column, show, token_column
 from sim.workload.jsonl_traces import read_objects
 from sim.workload.rows import Rows, Segments
-from sim.workload.spec import CustomSpec, ShareGptSpec
+from sim.workload.spec import MAX_BEAM_WIDTH, CustomSpec, ShareGptSpec
 from sim.workload.textfile import read_text
 
 Mask = npt.NDArray[np.bool_]
@@ -183,6 +183,7 @@ def read_custom(spec: CustomSpec) -> Rows:
         output = np.full(len(objects), spec.output_len, dtype=np.int64)
     time = _arrivals(objects, lines, path, reasons)
     ends, streams = _prefixes(objects, lines, path, prompt)
+    beams = _beam_widths(objects, lines, path)
     kept = np.flatnonzero(drops.keep(reasons))
     warnings = drops.warnings() + _estimated(meta.get("token_count", ""))
     if not len(kept):
@@ -191,6 +192,8 @@ def read_custom(spec: CustomSpec) -> Rows:
         )
     segments = Segments.one_each(ends[kept], streams[kept])
     rows = Rows(prompt[kept], output[kept], segments=segments if len(segments.ends) else None, meta=meta)
+    if beams is not None:
+        rows = replace(rows, beam_width=beams[kept])
     if time is not None:
         time_s = time[kept] - time[kept].min()
         rows = replace(rows, time_s=time_s)
@@ -252,6 +255,20 @@ def _arrivals(
         [entry["arrival_s"] for entry in objects], lines, path, "arrival_s"
     )
     return time
+
+
+def _beam_widths(objects: list[dict[str, Any]], lines: list[int], path: Path) -> Ints | None:
+    """Hypotheses of each line's beam search; None where no line has one."""
+    widths = np.zeros(len(objects), dtype=np.int64)
+    for i, entry in enumerate(objects):
+        width = entry.get("beam_width", 0)
+        if type(width) is not int or not 0 <= width <= MAX_BEAM_WIDTH:
+            raise UsageError(
+                f"{path}: line {lines[i]}, column 'beam_width': {show(width)}; give a whole number of hypotheses from 1 "
+                f"to {MAX_BEAM_WIDTH}, or 0 for no beam search"
+            )
+        widths[i] = width
+    return widths if widths.any() else None
 
 
 def _prefixes(objects: list[dict[str, Any]], lines: list[int], path: Path, prompt: Ints) -> tuple[Ints, Ints]:
