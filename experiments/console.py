@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from experiments.beams import beam_rows
 from experiments.certainty import bracket, certainty_lines, doubts
 from experiments.drafts import draft_rows
 from experiments.fleet_report import fleet_lines
@@ -124,6 +125,8 @@ def sections(
     out.append(("Engine", _engine(record, summary)))
     if record.drafts is not None:
         out.append(("Speculative Decoding", draft_rows(record.drafts)))
+    if record.beams is not None:
+        out.append(("Beam Search", beam_rows(record.beams)))
     return out
 
 

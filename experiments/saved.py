@@ -18,6 +18,7 @@ import numpy as np
 from experiments.report import write_report
 from experiments.report_figures import Roofline, step_roofline
 from experiments.results import CERTAINTY, FLEET_COLUMNS, STEPS, TOKENS, load_run
+from serving.beams import BeamCounts
 from serving.draft_counts import DraftCounts
 from serving.errors import TokenTwinError, UsageError
 from sim.certainty import Certainty
@@ -31,7 +32,7 @@ from sim.verdict import Verdict, verdict
 
 REPORT = "report.html"
 _FLOATS = {"start_s", "end_s", "gpu_s", "host_s", "prefill_attention_area"}
-_NOT_META = {"drafts", "fleet", "capacity", "partial", "end_s", "tenants", "warnings"}
+_NOT_META = {"drafts", "beams", "fleet", "capacity", "partial", "end_s", "tenants", "warnings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ def load_record(folder: str | Path) -> RunRecord:
         warnings=tuple(run.get("warnings") or ()),
         meta={key: value for key, value in run.items() if key not in _NOT_META},
         drafts=DraftCounts(**run["drafts"]) if run.get("drafts") else None,
+        beams=BeamCounts(**run["beams"]) if run.get("beams") else None,
         fleet=fleet,
         **sizes,
     )

@@ -51,13 +51,15 @@ def of_world(world: Any) -> Read:
         log, replicas = world.log, list((world.fleet or world).replicas)
         schedulers = [replica.scheduler for replica in replicas]
         pages = sum(scheduler.config.num_pages for scheduler in schedulers)
+        # Rows beyond are hypotheses of beam searches.
+        own = slice(len(world.workload))
         return Reading(
             float(world.clock.now),
-            {name: np.array(getattr(log, name), np.float64) for name in TIMES},
+            {name: np.array(getattr(log, name)[own], np.float64) for name in TIMES},
             world.workload.prompt_tokens,
-            np.array(log.output_tokens, np.int64),
-            np.array(log.status, np.int64),
-            list(log.reason),
+            np.array(log.output_tokens[own], np.int64),
+            np.array(log.status[own], np.int64),
+            log.reason[own],
             _steps([replica.steps for replica in replicas]),
             sum(scheduler.num_running for scheduler in schedulers),
             sum(scheduler.num_waiting for scheduler in schedulers),
