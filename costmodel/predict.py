@@ -54,7 +54,17 @@ class Kernel:
                 continue
             least, most = self.fit.hull[axis]
             if low < least or high > most:
-                found.append(
-                    f"{self.kind}: {axis} {low:g} to {high:g} outside the measured {least:g} to {most:g}"
-                )
+                found.append(outside(self.kind, axis, (low, high), (least, most)))
         return found
+
+
+def outside(kind: str, axis: str, seen: tuple[float, float], measured: tuple[float, float]) -> str:
+    """In words: values of an axis, from least to most, that leave what a kernel was measured at."""
+    here, least, most = _range(*seen), *measured
+    if least == most:
+        return f"{kind}: {axis} was measured at {least:g} only; here {here}"
+    return f"{kind}: {axis} {here} outside the measured {least:g} to {most:g}"
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"

@@ -25,6 +25,8 @@ _OF_METHOD = {
     "draft_sample_method": ("draft_model", "self"),
 }
 """Keys that only some methods have."""
+_HEADS = ("eagle", "medusa", "mtp", "mlp_speculator")
+"""What vLLM's methods that draft with a head trained on the target have in their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ def parse_speculative_config(given: str | Mapping[str, Any]) -> SpeculativeConfi
         raise UsageError(
             f'{FLAG}: expected an object such as {{"method": "ngram", ...}}, got {str(content)[:40]}'
         )
+    _refuse_unmodelled(str(content.get("method", "")))
     known = {f.name for f in fields(SpeculativeConfig)}
     for key in content:
         if key not in known:
@@ -162,6 +165,21 @@ def parse_speculative_config(given: str | Mapping[str, Any]) -> SpeculativeConfi
             f"{FLAG}: min_draft_acceptance must be a number, got {values['min_draft_acceptance']!r}"
         )
     return SpeculativeConfig(**values)
+
+
+def _refuse_unmodelled(method: str) -> None:
+    """Raise `UsageError` for what vLLM drafts with and we do not: what there is, and what comes nearest."""
+    if any(head in method.lower() for head in _HEADS):
+        raise UsageError(
+            f"{FLAG}: method {method!r}: draft heads (EAGLE, Medusa, MTP) are not modelled; use "
+            f"{', '.join(METHODS[:2])}, {' or '.join(METHODS[2:])}. Nearest in the twin: "
+            '"method": "draft_model" with a "model" about as large as the head and the head\'s measured "acceptance"'
+        )
+    if method == "suffix":
+        raise UsageError(
+            f'{FLAG}: suffix decoding is not modelled; nearest is "method": "ngram", with a measured "acceptance" in '
+            "the twin"
+        )
 
 
 def _whole(name: str, value: Any, least: int) -> None:

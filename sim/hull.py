@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from costmodel.formats import gemm_format, kv_format
+from costmodel.predict import outside
 from costmodel.profile import KernelFit
 from serving.errors import UsageError
 from sim.deployment import Built
@@ -110,7 +111,7 @@ def _outside(name: str, axis: str, fit: KernelFit | None, seen: Floats, count: i
     out = (seen < least) | (seen > most)
     if not out.any():
         return []
-    what = f"{name}: {axis} {seen.min():.0f} to {seen.max():.0f} outside the measured {least:g} to {most:g}"
+    what = outside(name, axis, (float(seen.min()), float(seen.max())), (least, most))
     return [Extrapolation(what, float(out.sum()) / count)]
 
 

@@ -132,9 +132,14 @@ def make_deployment(flags: Mapping[str, Any], base: Deployment | None = None) ->
     if "model" not in content:
         raise UsageError("--model is missing; name one (tokentwin model list) or give a config.json")
     try:
-        return Deployment.model_validate(content)
+        made = Deployment.model_validate(content)
     except ValidationError as error:
         raise UsageError(explain(error, _flag_of, field_names)) from None
+    if "pools" in given and not made.pools:
+        raise UsageError(
+            "--pools: the list is empty; name a pool, such as [{gpu: h200, replicas: 2}], or leave it out"
+        )
+    return made
 
 
 def _flag_of(location: Location) -> str:

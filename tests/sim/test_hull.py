@@ -64,6 +64,23 @@ def test_what_occurred_in_the_run_is_compared_with_the_hull(
         check_strict(after_run(b, run))
 
 
+def test_an_axis_that_was_measured_at_one_value_only_is_called_that() -> None:
+    """Of an axis without extent "outside the measured 0 to 0" says nothing."""
+    b = built(gpu="h200", max_num_batched_tokens=512)
+    run = simulate(make_workload([0.0], [1500], [4]), b)
+    (line,) = [each.what for each in after_run(b, run) if each.what.startswith("prefill: context")]
+    # 1,500 tokens in chunks of 512, 512 and 476: the last begins behind 1,024.
+    assert line == "prefill: context was measured at 0 only; here 0 to 1024"
+    fixed = shrunk(built(), "decode", "batch", (4.0, 4.0))
+    lines = [line.what for line in after_run(fixed, simulate(make_workload([0.0], [500], [20]), fixed))]
+    assert "decode: batch was measured at 4 only; here 1" in lines
+
+
+def test_one_value_outside_the_hull_is_said_once() -> None:
+    words = [line.words for line in before_run(built(gpu="h200", model="qwen2.5-0.5b"))]
+    assert any("gemm: n 151936 outside the measured" in line for line in words)
+
+
 def test_chunks_behind_a_context_are_marked_where_only_whole_prompts_were_measured() -> None:
     b = built(gpu="h200", max_num_batched_tokens=512)
     run = simulate(make_workload([0.0], [1500], [4]), b)

@@ -9,6 +9,7 @@ import pytest
 from tests.tokentwin.shell import SMALL, Command
 
 MODEL = ("--model", "llama-3.1-8b")
+PLAN = ("plan", "--dataset-name", "random", "--request-rate", "5", "--slo", "chat")
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,10 @@ MODEL = ("--model", "llama-3.1-8b")
         ((*SMALL, "--gpu", "/nowhere/gpu.json"), "/nowhere/gpu.json: no such file"),
         (("--model", "/nowhere/config.json"), "/nowhere/config.json: no such file"),
         (("--pools", "{gpu: h200}", *SMALL), "--pools: must be a list"),
+        (
+            ("--pools", "[]", *SMALL),
+            "--pools: the list is empty; name a pool, such as [{gpu: h200, replicas: 2}]",
+        ),
         # Without effect.
         ((*SMALL, "--fail-on-slo"), "--fail-on-slo has no effect without --slo"),
         ((*SMALL, "--append-result"), "--append-result has no effect without --save-result"),
@@ -127,6 +132,9 @@ def test_a_file_that_is_not_text_is_named_as_unreadable(tokentwin: Command, tmp_
         (("memory", "--model", "llama-3.1-8b", "--router", "central"), "--router"),
         (("workload", "describe"), "no workload"),
         (("workload", "describe", "--dataset-name", "random", "--goodput", "ttft:1"), "--goodput"),
+        ((*PLAN, "--price", "h1000=2"), "--price 'h1000' is not a shipped profile; did you mean 'h100'"),
+        ((*PLAN, "--gpus", "h1000"), "--gpus 'h1000' is not a shipped profile; did you mean 'h100'"),
+        ((*PLAN, "--models", "lama-3.1-8b"), "--models 'lama-3.1-8b'"),
         (("conformance", "/nowhere"), "/nowhere is not a folder"),
         (("calibrate", "fit", "--device", "h200", "-o", "p.json"), "name one or more CSV files"),
         (("calibrate", "fit", "/nowhere.csv", "--device", "h200", "-o", "/dev/null/p"), "/dev/null/p"),

@@ -222,12 +222,24 @@ def _prices(given: Mapping[str, Any]) -> dict[str, tuple[float, bool]]:
     if not chosen and "price" not in given and "prices" not in given:
         chosen = [gpu for gpu in table if gpu in list_profiles()]
     out: dict[str, tuple[float, bool]] = {}
+    option = "--gpus" if chosen else f"--prices {given['prices']}:" if "prices" in given else "--price"
+    own = [item.partition("=")[0].strip() for item in items(given.get("price"))]
+    for gpu in [*own, *(chosen or table)]:
+        _check_name(load_profile, gpu, "--gpu", "--price" if gpu in own else option)
     for gpu in chosen or list(table):
-        load_profile(gpu)  # a wrong name fails here, with the nearest
         if gpu not in table:
             raise UsageError(f"--gpus {gpu}: no price; add --price {gpu}=DOLLARS_PER_HOUR")
         out[gpu] = (table[gpu].usd_per_hour, table[gpu].example)
     return out
+
+
+def _check_name(load: Callable[[str], object], name: str, single: str, option: str) -> None:
+    """A wrong name fails here, with the nearest, and is blamed on the option that it is from."""
+    try:
+        load(name)
+    except UsageError as error:
+        text = str(error)
+        raise UsageError(text.replace(single, option, 1) if single in text else f"{option}: {text}") from None
 
 
 def _base(given: Mapping[str, Any]) -> Deployment:
@@ -257,7 +269,7 @@ def _axes(given: Mapping[str, Any]) -> dict[str, Sequence[object]]:
             axes[name] = [None if value == "none" and may_be_none else value for value in values]
             for value in axes[name]:
                 if value is not None and name in NAMES:
-                    NAMES[name](str(value))  # a wrong name fails here, with the nearest
+                    _check_name(NAMES[name], str(value), *(f"--{n.replace('_', '-')}" for n in (field, name)))
     axes.setdefault("tensor_parallel_sizes", (1, 2, 4, 8))
     return axes
 
