@@ -2,8 +2,10 @@
 
 Each part of B is put into A's world and A's replay measured again. Changing one part at a time gives another answer in
 every order, because parts interact (slower kernels hurt more when the queue is longer), so each part gets the mean of
-its effect over all orders (Shapley 1953). The parts then add up to the difference of the two replays; what a replay
-misses of its own recorded run is kept apart as `unexplained`.
+its effect over all orders (Shapley 1953). Luck and passes of drafts change nothing without drafts, and neither does a
+link without prefill apart from decode: only orders count that swap them while there are (Faigle and Kern 1992). The
+parts then add up to the difference of the two replays; what a replay misses of its own recorded run is kept apart as
+`unexplained`.
 
 - workload: which requests are sent, and when (closed loops and sessions wait for their answers);
 - schedule: limits, KV pages, batch policy, queue order, how long drafts are;
@@ -22,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -117,18 +119,21 @@ def diff(
         raise UsageError("no request finished in one of the runs, so there is nothing to split")
     parts = _parts(sides)
     active = tuple(part for part in parts if not _same(part, *sides))
-    worlds = [frozenset(chosen) for n in range(len(active) + 1) for chosen in combinations(active, n)]
+    steps = _steps(active, _first_of(sides))
+    worlds = sorted(
+        {world for step in steps for world in step} | {frozenset()}, key=lambda w: (len(w), sorted(w))
+    )
     values: dict[frozenset[str], dict[str, float]] = {}
     for chosen in worlds:
         values[chosen] = _replay(sides, chosen, all_of_b=len(chosen) == len(active) > 0)
         if progress is not None:
             progress(len(values), len(worlds))
     return RunDiff(
-        splits=tuple(_split(metric, recorded, values, active, parts) for metric in wanted),
+        splits=tuple(_split(metric, recorded, values, steps, parts) for metric in wanted),
         first_difference=first_difference(a, b),
         identical_steps=_identical(a, b),
         num_steps=(len(a.steps), len(b.steps)),
-        kernel_ratio=_ratios(RecordedPrices(a, None), RecordedPrices(b, None)),
+        kernel_ratio=_ratios(sides),
         worlds=len(worlds),
         notes=tuple(dict.fromkeys(note for side in sides for note in side.notes)),
     )
@@ -176,7 +181,7 @@ def _same(part: str, a: Side, b: Side) -> bool:
     if part == "kernel":
         return _same_kernels(a, b)
     if part == "host":
-        return _same_hosts(a, b) and a.frontend == b.frontend
+        return _same_hosts(a, b)
     if part == "schedule" and a.depths == b.depths:
         asynchronous = [[pool.limits.async_scheduling for pool in side.pools] for side in (a, b)]
         return asynchronous[0] == asynchronous[1] and a.facts(part) == b.facts(part)
@@ -185,9 +190,13 @@ def _same(part: str, a: Side, b: Side) -> bool:
     return a.facts(part) == b.facts(part)
 
 
-def _same_kernels(a: Side, b: Side) -> bool:
+def _same_kernels(a: Side, b: Side, *, drafting: bool = True) -> bool:
+    """Whether steps cost the same on the device; without `drafting` but for draft passes."""
     if a.made_again is not None and b.made_again is not None:
-        facts = [[pool.known.facts() for pool in side.pools if pool.known is not None] for side in (a, b)]
+        facts = [
+            [pool.known.facts(drafting=drafting) for pool in side.pools if pool.known is not None]
+            for side in (a, b)
+        ]
         return facts[0] == facts[1] and a.noise == b.noise
     mine, theirs = ([pool.kernels for pool in side.pools] for side in (a, b))
     return len(mine) == len(theirs) and all(
@@ -196,16 +205,18 @@ def _same_kernels(a: Side, b: Side) -> bool:
     )
 
 
-def _same_hosts(a: Side, b: Side) -> bool:
-    if len(a.pools) != len(b.pools):
+def _same_hosts(a: Side, b: Side, *, drafting: bool = True) -> bool:
+    """The same of the host, before and after the engine too."""
+    if len(a.pools) != len(b.pools) or a.frontend != b.frontend:
         return False
-    for one, other in zip(a.pools, b.pools, strict=True):
-        mine, theirs = one.host, other.host
-        if isinstance(mine, RecordedPrices) or isinstance(theirs, RecordedPrices):
-            both = isinstance(mine, RecordedPrices) and isinstance(theirs, RecordedPrices)
-            if not (both and mine.same_host(theirs)):  # type: ignore[union-attr,arg-type]
-                return False
-        elif mine.host_facts() != theirs.host_facts():
+    for one, other in zip((p.host for p in a.pools), (p.host for p in b.pools), strict=True):
+        if isinstance(one, RecordedPrices) and isinstance(other, RecordedPrices):
+            alike = one.same_host(other)
+        elif isinstance(one, RecordedPrices) or isinstance(other, RecordedPrices):
+            alike = False
+        else:
+            alike = one.host_facts(drafting=drafting) == other.host_facts(drafting=drafting)
+        if not alike:
             return False
     return True
 
@@ -244,24 +255,51 @@ def _replay(sides: tuple[Side, Side], of_b: frozenset[str], *, all_of_b: bool) -
     return _figures(record)
 
 
+def _first_of(sides: tuple[Side, Side]) -> list[tuple[str, str]]:
+    """Pairs of parts of which the first is swapped before the second, for the second to have an effect."""
+    drafts = [side.speculates for side in sides]
+    sent = [side.kv_transfer is not None for side in sides]
+    pairs = []
+    if drafts[0] != drafts[1]:
+        needing = ["acceptance"]
+        needing += ["kernel"] if _same_kernels(*sides, drafting=False) else []
+        needing += ["host"] if _same_hosts(*sides, drafting=False) else []
+        pairs += [("schedule", part) if drafts[1] else (part, "schedule") for part in needing]
+    if sent[0] != sent[1]:
+        pairs.append(("routing", "transfer") if sent[1] else ("transfer", "routing"))
+    return pairs
+
+
+def _steps(
+    active: Sequence[str], first_of: Sequence[tuple[str, str]]
+) -> dict[tuple[frozenset[str], frozenset[str]], float]:
+    """From which world to which (parts that are B's) the orders go, and what share of the orders does."""
+    orders = [
+        order
+        for order in permutations(active)
+        if all(order.index(a) < order.index(b) for a, b in first_of if a in order and b in order)
+    ]
+    shares: dict[tuple[frozenset[str], frozenset[str]], float] = {}
+    for order in orders:
+        for step in pairwise(frozenset(order[:n]) for n in range(len(order) + 1)):
+            shares[step] = shares.get(step, 0.0) + 1.0
+    return {step: count / len(orders) for step, count in shares.items()}
+
+
 def _split(
     metric: str,
     recorded: tuple[dict[str, float], ...],
     values: dict[frozenset[str], dict[str, float]],
-    active: tuple[str, ...],
+    steps: dict[tuple[frozenset[str], frozenset[str]], float],
     every: tuple[str, ...],
 ) -> Split:
     parts = dict.fromkeys(every, 0.0)
-    size = len(active)
-    for part in active:
-        others = [other for other in active if other != part]
-        for n in range(size):
-            weight = math.factorial(n) * math.factorial(size - n - 1) / math.factorial(size)
-            for chosen in combinations(others, n):
-                without = frozenset(chosen)
-                parts[part] += weight * (values[without | {part}][metric] - values[without][metric])
+    for (without, with_it), share in steps.items():
+        (part,) = with_it - without
+        parts[part] += share * (values[with_it][metric] - values[without][metric])
     a, b = (side[metric] for side in recorded)
-    missed = (b - values[frozenset(active)][metric]) - (a - values[frozenset()][metric])
+    last = max(values, key=len)
+    missed = (b - values[last][metric]) - (a - values[frozenset()][metric])
     if abs(missed) <= 1e-9 * max(abs(a), abs(b)):
         missed = 0.0
     return Split(metric, a, b, parts, missed)
@@ -305,8 +343,11 @@ def first_difference(a: RunRecord, b: RunRecord) -> FirstDifference | None:
     return min(found, key=lambda entry: entry[0])[1] if found else None
 
 
-def _ratios(a: RecordedPrices, b: RecordedPrices) -> dict[str, tuple[float, int]]:
-    ratios = a.ratios(b)
+def _ratios(sides: tuple[Side, Side]) -> dict[str, tuple[float, int]]:
+    """Of all stages of a pipeline together, whose mean is recorded."""
+    a, b = (RecordedPrices(side.record, None) for side in sides)
+    stages = max(sides[1].depths) / max(sides[0].depths)
+    ratios = {key: stages * ratio for key, ratio in a.ratios(b).items()}
     kinds = {
         "decode": [ratio for key, ratio in ratios.items() if not key[2]],
         "prefill": [ratio for key, ratio in ratios.items() if key[2] and not key[3]],

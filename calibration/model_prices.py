@@ -44,17 +44,17 @@ class ModelPrices:
         self._pricers: dict[tuple[int, int, int], StepPricer] = {}
         self._drafters: dict[tuple[int, int, int], Speculation] = {}
 
-    def facts(self) -> tuple[object, ...]:
-        """Equal for price lists that are alike."""
+    def facts(self, *, drafting: bool = True) -> tuple[object, ...]:
+        """Equal for price lists that are alike, in draft passes too or in all but them."""
         d, own = self.built.deployment, self.built.speculation
-        drafter = None if own is None or own.draft is None else (own.config.method, own.config.model)
-        layers = None if own is None else own.config.num_layers
-        stated = tuple(getattr(d, name) for name in KERNEL_FIELDS)
-        return (self.built.model, self.built.profile, drafter, layers, *stated)
+        passes = None
+        if drafting and own is not None and own.draft is not None:
+            passes = (own.config.method, own.config.model, own.config.num_layers)
+        return (self.built.model, self.built.profile, passes, *(getattr(d, name) for name in KERNEL_FIELDS))
 
-    def host_facts(self) -> tuple[object, ...]:
+    def host_facts(self, *, drafting: bool = True) -> tuple[object, ...]:
         """The same of the host's work."""
-        return (self.built.profile.host, self.looks_up)
+        return (self.built.profile.host, drafting and self.looks_up)
 
     def link_facts(self) -> tuple[object, ...]:
         """The same of hand-overs between stages."""

@@ -168,21 +168,34 @@ def test_the_link_between_stages_is_the_transfer_alone(tmp_path: Path) -> None:
     assert_alone(diff(run(2, **both), run(2, **both, gpu=str(path)), metrics=METRICS), "transfer")
 
 
-def test_drafts_against_none_set_what_they_cost_against_what_they_gain() -> None:
-    """Each part has its sign: more tokens to compute and passes to make on one side, accepted tokens on the other."""
-    found = diff(run(1), run(1, speculative_config=SELF), metrics=("mean_tpot",))
-    parts = found.splits[0].parts
-    assert parts["schedule"] > 0
-    assert parts["kernel"] > 0
-    assert parts["acceptance"] < 0
+@pytest.mark.parametrize("back", [False, True])
+def test_drafts_against_none_set_what_they_cost_against_what_they_gain(back: bool) -> None:
+    """Lookups take little, so that the luck of n-grams is about what sets them apart from useless ones."""
+    none, ngrams, useless = run(1), run(1, **NGRAM), run(1, speculative_config=drafts(acceptance=0.0))
+    found = diff(*((ngrams, none) if back else (none, ngrams)), metrics=METRICS)
+    lucky = diff(*((ngrams, useless) if back else (useless, ngrams)), metrics=METRICS)
+    for split, luck in zip(found.splits, lucky.splits, strict=True):
+        assert split.parts["acceptance"] == pytest.approx(luck.difference, rel=0.1)
+        assert split.parts["kernel"] == 0.0
+    passes = run(1, speculative_config=SELF)
+    found = diff(*((passes, none) if back else (none, passes)), metrics=METRICS)
+    parts, sign = part_of(found, "p95_tpot").parts, -1 if back else 1
+    assert sign * parts["schedule"] > 0
+    assert sign * parts["kernel"] > 0
+    assert sign * parts["acceptance"] < 0
 
 
-def test_colocated_against_apart_has_routing_and_transfer() -> None:
-    found = diff(run(1, data_parallel_size=2), run(1, pools=APART), metrics=("p95_tpot", "mean_ttft"))
-    for split in found.splits:
-        assert split.unexplained == 0.0
-        assert all(split.parts[part] == 0.0 for part in ("workload", "host"))
-    assert part_of(found, "p95_tpot").parts["transfer"] > 0
+@pytest.mark.parametrize("back", [False, True])
+def test_apart_costs_the_way_of_the_kv(back: bool) -> None:
+    """Alone, bytes over bandwidth and latency; the rest of the difference is who serves it."""
+    together, apart = run(1, rate=0.2, data_parallel_size=2), run(1, rate=0.2, pools=APART)
+    found = diff(*((apart, together) if back else (together, apart)), metrics=("mean_e2el",))
+    split = found.splits[0]
+    built = build(Deployment.model_validate(BASE))
+    num_bytes = built.memory.kv_bytes_per_token * float(apart.requests.prompt_tokens.mean())
+    way_s = num_bytes / 50e9 + 1e-3
+    assert split.parts["transfer"] == pytest.approx(-way_s if back else way_s, rel=1e-6)
+    assert split.parts["transfer"] + split.parts["routing"] == pytest.approx(split.difference, rel=1e-9)
 
 
 # ---- without the deployment ------------------------------------------------------------------------------------
