@@ -29,7 +29,9 @@ def run(**changes: object) -> RunRecord:
         "num_prompts": 40,
     }
     spec = WorkloadSpec(tenants=(TenantSpec.model_validate(tenant),))
-    return simulate(load_workload(spec, seed=2), build(DEPLOYMENT.model_copy(update=changes)))
+    return simulate(
+        load_workload(spec, seed=2), build(Deployment.model_validate({**DEPLOYMENT.model_dump(), **changes}))
+    )
 
 
 def saved(record: RunRecord, folder: Path) -> Path:
@@ -81,6 +83,20 @@ def test_the_table_fits_a_terminal_and_its_parts_add_up(found: RunDiff) -> None:
         assert total == pytest.approx(b - a, rel=1e-2, abs=2e-4 * max(a, b))
         assert sum(parts) == pytest.approx(total, rel=2e-2, abs=1e-3 * max(a, b))
     assert any(line.startswith("First different step") for line in lines)
+
+
+def test_more_parts_than_four_are_a_table_of_their_own() -> None:
+    drafts = '{"method": "ngram", "num_speculative_tokens": 2, "acceptance": 0.5}'
+    found = diff(run(), run(speculative_config=drafts, data_parallel_size=2))
+    lines = diff_lines(found, ("one", "two"))
+    (head,) = [index for index, line in enumerate(lines) if "acceptance" in line]
+    assert lines[head].split() == [*PARTS, "acceptance", "routing"]
+    for line, split in zip(lines[head + 1 :], found.splits, strict=False):
+        assert len(line) <= 80
+        shown = [float(cell) for cell in line[15:].split()]
+        values = [value * (1000 if "(ms)" in line else 1) for value in split.parts.values()]
+        assert shown == pytest.approx(values, rel=1e-2, abs=0.5 if "(/s)" in line else 0.01)
+    assert "acceptance" in diff_html(found)
 
 
 def test_json_holds_every_part_in_seconds(found: RunDiff) -> None:

@@ -1,4 +1,4 @@
-"""`tokentwin diff A B`: which part of the difference of two saved runs is workload, schedule, kernel times or host."""
+"""`tokentwin diff A B`: which part of the difference of two saved runs is workload, schedule, kernels, host and so on."""
 
 from __future__ import annotations
 
