@@ -38,7 +38,7 @@ def test_heads_are_not_modelled_and_the_message_says_what_is_and_comes_nearest(
 
 
 def test_suffix_decoding_is_nearest_to_ngram() -> None:
-    with pytest.raises(UsageError, match='suffix decoding is not modelled.*"method": "ngram"'):
+    with pytest.raises(UsageError, match=r'suffix decoding is not modelled.*"method": "ngram"'):
         parse_speculative_config({"method": "suffix", "num_speculative_tokens": 8})
 
 
