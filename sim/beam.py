@@ -120,9 +120,9 @@ class BeamSearches:
     def __contains__(self, request: Request) -> bool:
         return request.id in self._by_row
 
-    def begin(self, whole: Request) -> bool:
+    def begin(self, request: Request) -> bool:
         """The request for a search reaches the server. False when it can never run."""
-        row = whole.id
+        whole, row = request, request.id
         assert isinstance(row, int)
         scheduler = self._router.replicas[0].scheduler
         if reason := scheduler.refusal(whole):

@@ -24,7 +24,8 @@ ShowLogprob = Callable[[int, float, Likeliest], dict[str, Any]]
 class BeamSearch:
     """One request's search. `close()` is called once, when the search has ended in whatever way.
 
-    `release()` aborts the requests of the step that is under way.
+    `release()` aborts the requests of the step that is under way. With `stops_itself` the length is the backend's
+    choice, so that what has it ends with "stop".
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class BeamSearch:
         arrival_s: float,
         send: Send,
         release: Callable[[], None],
-        close: Callable[[], None],
+        close: Callable[[], None] = lambda: None,
         *,
         ends: Collection[int] = (),
+        stops_itself: bool = False,
         show_logprob: ShowLogprob | None = None,
     ) -> None:
         assert request.beams is not None
@@ -52,6 +54,7 @@ class BeamSearch:
         self._arrival_s = arrival_s
         self._send, self._release, self._close = send, release, close
         self._show_logprob = show_logprob
+        self._at_the_end = "stop" if stops_itself else "length"
         self._tops: list[Likeliest] = []
         self._missing = 0
         self._said: list[list[Likeliest]] = []
@@ -120,7 +123,7 @@ class BeamSearch:
         )
         timing = self._timing(now_s, len(tokens))
         self._meters.shown_whole(len(tokens), timing.ttft_s)
-        reason = "stop" if hypothesis.finished else "length"
+        reason = "stop" if hypothesis.finished else self._at_the_end
         self._meters.ended(timing, reason)
         stop = tokens[-1] if hypothesis.finished and tokens[-1] in sampling.stop_token_ids else None
         return Delta(

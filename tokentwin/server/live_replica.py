@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from serving.plan import ONE_EACH, StepOutcome, StepPlan
 from serving.request import Request
@@ -16,6 +17,9 @@ from sim.replica import Pricer, Replica
 from sim.speculation import Speculation
 from tokentwin.server.backend import Delta, Meters, Timing
 from tokentwin.server.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from tokentwin.server.twin_beams import TwinSearch
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +35,8 @@ class Answer:
     arrival_s: float
     stops_itself: bool
     """Its length is the twin's choice, so that it ends with "stop" and not for length."""
+    search: TwinSearch | None = None
+    """It is one token behind a hypothesis of this beam search; `index` is the hypothesis' place."""
     replica: LiveReplica | None = None
     slot: int = -1
     scheduled_s: float = math.nan
@@ -163,6 +169,10 @@ class LiveReplica(Replica):
 
     def _tell(self, answer: Answer, *, finished: bool) -> None:
         request = answer.request
+        if answer.search is not None:
+            answer.told, answer.last_token_s = 1, self.now_s
+            self._tell_end(answer, "length")
+            return
         known = int(self.scheduler.seqs.known[request.slot]) if request.slot >= 0 else request.num_tokens
         count = known - request.prompt_tokens - answer.told
         if count > 0:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
+from realengine.generation import Sampling
 from serving.draft_counts import total
 from serving.errors import UsageError
 from serving.policies import load_policy
@@ -19,11 +21,12 @@ from serving.scheduler import Scheduler
 from sim.clock import Clock
 from sim.deployment import Built
 from sim.jitter import step_noise
-from sim.router import RouterOptions, make_router
+from sim.router import Central, RouterOptions, make_router
 from tokentwin.server.backend import (
     Busy,
     Codec,
     Failed,
+    Generation,
     GenerationRequest,
     Meters,
     Refused,
@@ -33,6 +36,8 @@ from tokentwin.server.backend import (
 from tokentwin.server.generation import TextGeneration
 from tokentwin.server.live_replica import Answer, LiveReplica
 from tokentwin.server.mailbox import Mailbox
+from tokentwin.server.twin_beams import TwinSearch, Words
+from tokentwin.server.whole import BestOf, WholeGeneration, candidates
 
 _TEXT = (
     " this is the text of a twin and not of a model: it has the length and the pace of an answer, and every word of it "
@@ -78,6 +83,7 @@ class TwinBackend:
         self._buffer_tokens = buffer_tokens
         self._policy_options = policy_options or {}
         self._script = script(codec)
+        self._words = Words(codec, self._script)
         replicas = built.deployment.data_parallel_size
         self._max_unfinished = built.limits.max_num_seqs * replicas + max_waiting
         self._answers: dict[Request, Answer] = {}
@@ -168,8 +174,11 @@ class TwinBackend:
                     await self._sleep(ahead_s / self._scale)
         except Exception as error:  # whatever it is, clients must not wait for ever
             self._failure = f"{type(error).__name__}: {error}"
-            for answer in self._answers.values():
-                answer.mailbox.fail(Failed(self._failure))
+            for answer in list(self._answers.values()):
+                if answer.search is not None:
+                    answer.search.fail(self._failure)
+                else:
+                    answer.mailbox.fail(Failed(self._failure))
             self._answers.clear()
             raise
 
@@ -187,7 +196,7 @@ class TwinBackend:
 
     # ---- requests ------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest) -> TextGeneration:
+    def submit(self, request: GenerationRequest) -> Generation:
         """Queue a request on the replica that the router chooses."""
         if self._failure is not None:
             raise Failed(self._failure)
@@ -196,8 +205,12 @@ class TwinBackend:
             raise Refused("priority has an effect only under --scheduling-policy priority", param="priority")
         if sampling.logprobs is not None:
             raise Refused("a twin has no model and so no logprobs; leave them out", param="logprobs")
+        if request.best_of is not None:
+            return BestOf(self.submit(candidates(request, logprobs=False)), request.sampling)
         if len(self._answers) + sampling.n > self._max_unfinished:
             raise Busy(f"{len(self._answers)} requests are in the server; its queue is full")
+        if request.beams is not None:
+            return self._search(request, sampling)
         prompt_tokens, length = len(request.prompt), sampling.max_tokens
         now_s = max(self.now_s(), self._clock.now)
         mailbox = Mailbox(self._interval, self._buffer_tokens)
@@ -226,14 +239,56 @@ class TwinBackend:
 
         return TextGeneration(self.codec, request, mailbox, abort)
 
+    def _search(self, request: GenerationRequest, sampling: Sampling) -> WholeGeneration:
+        """A beam search: every hypothesis of a step is a request of one token."""
+        limits, scheduler = self.built.limits, self._replicas[0].scheduler
+        whole = Request("whole", len(request.prompt), sampling.max_tokens)
+        if reason := scheduler.refusal(whole):
+            raise Refused(reason, param="prompt", code="context_length_exceeded")
+        now_s = max(self.now_s(), self._clock.now)
+        overhead_s = self.built.deployment.frontend_overhead_ms / 1e3
+
+        def queue(answer: Answer) -> None:
+            first = answer.request.prompt_tokens == len(request.prompt)
+            self._answers[answer.request] = answer
+            # Later steps are sent at the boundary at which the one before became known, and miss the plan made there.
+            at_s = now_s + overhead_s if first else self._clock.now
+            self._clock.call_at(at_s, lambda: self._arrive(answer))
+            self._woken.set()
+
+        def next_id() -> int:
+            self._count += 1
+            return self._count - 1
+
+        return TwinSearch(
+            request,
+            replace(sampling, max_tokens=scheduler.finish_at(whole) - len(request.prompt)),
+            self.codec,
+            self._meters,
+            self._words,
+            self._count,
+            now_s,
+            queue,
+            self._abort,
+            next_id,
+            limits.page_tokens if limits.enable_prefix_caching else None,
+        ).search.generation
+
     def _arrive(self, answer: Answer) -> None:
-        if answer.request in self._answers:
+        if answer.request not in self._answers:
+            return
+        if answer.search is None or answer.search.home is None or isinstance(self._router, Central):
             self._router.submit(answer.request)
+        else:
+            answer.search.home.submit(answer.request)
 
     def _ended(self, answer: Answer, reason: str) -> None:
         del self._answers[answer.request]
-        self._meters.ended(answer.timing(), reason)
         self._router.finished()
+        if answer.search is not None:
+            answer.search.ended(answer)
+        else:
+            self._meters.ended(answer.timing(), reason)
 
     def _abort(self, answer: Answer, reason: str = "abort") -> Timing:
         """Take an answer out wherever it is, unless it has ended; returns when things happened to it."""
@@ -243,7 +298,8 @@ class TwinBackend:
         if answer.replica is not None:
             answer.replica.scheduler.abort(answer.request)  # its pages are free now
             self._router.finished()
-        self._meters.ended(timing, reason)
+        if answer.search is None:
+            self._meters.ended(timing, reason)
         return timing
 
 

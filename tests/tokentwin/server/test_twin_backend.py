@@ -36,6 +36,9 @@ class Told:
         assert gap_s > 0
         self.num_tokens += count
 
+    def shown_whole(self, count: int, ttft_s: float) -> None:
+        self.num_tokens += count
+
     def ended(self, timing: Timing, reason: str) -> None:
         self.ends.append((timing, reason))
 
