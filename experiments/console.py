@@ -15,7 +15,7 @@ from experiments.drafts import draft_rows
 from experiments.fleet_report import fleet_lines
 from experiments.observed import alert_lines, utilisation_rows
 from experiments.results import METRICS
-from sim.latency import LatencyStats
+from sim.latency import SELDOM, LatencyStats
 from sim.meta import meta_value
 from sim.metrics import Summary
 from sim.pipeline import bubble_share
@@ -38,12 +38,16 @@ LATENCIES = (
     ("e2el", "E2EL", "End-to-end Latency", "send to last token received"),
 )
 STAGE_WORDS = {
+    "blocked": "Blocked",
     "network": "Network",
+    "gateway": "Gateway",
     "tokenize": "Tokenise",
     "queue": "Queue",
     "prefill": "Prefill",
     "decode": "Decode",
+    "detokenize": "Detokenise",
     "stream": "Stream",
+    "reader": "Reader",
 }
 
 
@@ -120,6 +124,7 @@ def sections(
             f"{summary.stage_share[name]:.1%} of mean E2EL",
         )
         for name, word in STAGE_WORDS.items()
+        if summary.stage_mean_s[name] or name not in SELDOM
     ]
     out.append(("Stages (mean)", stages))
     out.append(("Engine", _engine(record, summary)))

@@ -164,7 +164,11 @@ def read_folder(folder: Path, gpu: str | None = None) -> Measured:
         e2el_s=lat.e2el_s[done],
         queue_s=lat.queue_s[done],
         prefill_s=lat.prefill_s[done],
-        network_s=(stages["network"] + stages["tokenize"])[done],
+        network_s=(
+            stages["network"] + stages["gateway"] + stages["tokenize"]
+            if record.deliveries is None
+            else lat.ttft_s - lat.queue_s - lat.prefill_s
+        )[done],
         cached_tokens=r.cached_tokens[done],
         preemptions=r.preemptions[done],
         gaps_s=_gaps(record),

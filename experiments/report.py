@@ -17,6 +17,7 @@ from experiments.gap_figures import itl_ecdf
 from experiments.observe_figures import observed_panels
 from experiments.page import list_section, page, plot_section, table_section, write_page
 from experiments.report_figures import Roofline
+from sim.latency import SELDOM
 from sim.meta import meta_value
 from sim.metrics import Summary
 from sim.pipeline import bubble_share
@@ -264,6 +265,7 @@ def _engine_table(record: RunRecord, s: Summary) -> str:
     rows = [
         [f"Stage: {name}", _number(t * 1000) + " ms", f"{s.stage_share[name]:.1%} of mean E2EL"]
         for name, t in s.stage_mean_s.items()
+        if t or name not in SELDOM
     ]
     rows += [
         ["Preemptions", f"{s.preemptions:,}", ""],

@@ -321,6 +321,8 @@ def slowest(record: RunRecord, count: int = 20) -> Figure:
     fig = theme.figure(height=SLOWEST_HEIGHT, barmode="stack", bargap=0.25)
     fig.update_layout(legend_traceorder="normal")
     for name in STAGES:
+        if not np.any(stages[name][done]):
+            continue
         fig.add_bar(
             y=names,
             x=stages[name][rows],

@@ -152,6 +152,8 @@ def stages(runs: Sequence[Opened], names: Sequence[str]) -> Any:
     fig = theme.figure(height=130 + 44 * len(runs), barmode="stack", bargap=0.3)
     fig.update_layout(legend_traceorder="normal")
     for stage in STAGES:
+        if not any(run.summary.stage_mean_s[stage] for run in runs):
+            continue
         fig.add_bar(
             y=[escape(name) for name in names],
             x=[run.summary.stage_mean_s[stage] for run in runs],

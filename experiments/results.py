@@ -29,7 +29,7 @@ from sim.latency import LatencyStats, latencies, stage_times
 from sim.meta import meta_value
 from sim.metrics import Summary
 from sim.pipeline import bubble_share
-from sim.record import RunRecord, Status
+from sim.record import Deliveries, RunRecord, Status
 from sim.slo import Goodput
 from sim.verdict import Verdict
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 RESULT, RUN, REQUESTS, STEPS = "result.json", "run.json", "requests.parquet", "steps.parquet"
-TOKENS, CERTAINTY = "tokens.parquet", "certainty.json"
+TOKENS, EVENTS, CERTAINTY = "tokens.parquet", "events.parquet", "certainty.json"
 BACKEND_SIM, BACKEND_REAL = "sim", "tokentwin-engine"
 FLEET_COLUMNS = ("retries", "prefill_replica", "kv_transfer_s")
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -153,8 +153,8 @@ def save_run(
 ) -> list[Path]:
     """Write a run into a folder, made if missing, and return the files in the order they were written.
 
-    `steps` adds the step table (with `step_columns`) and the times of tokens, from which `experiments.saved` makes the
-    same report again.
+    `steps` adds the step table (with `step_columns`) and the times of tokens and events, from which
+    `experiments.saved` makes the same report again.
     `append` adds the result JSON on a line of its own to `filename` instead of replacing it. Raises
     UsageError when the folder cannot be written.
     """
@@ -179,6 +179,11 @@ def save_run(
             paths += [folder / STEPS, folder / TOKENS]
             _write_parquet({**record.steps.columns(), **(step_columns or {})}, paths[-2])
             _write_parquet(token_columns(record), paths[-1])
+            if record.deliveries is None:
+                (folder / EVENTS).unlink(missing_ok=True)  # of another run
+            else:
+                paths.append(folder / EVENTS)
+                _write_parquet(event_columns(record.deliveries), paths[-1])
         if certainty is not None:
             paths.append(folder / CERTAINTY)
             text = json.dumps(_finite_only(asdict(certainty)), allow_nan=False)
@@ -255,6 +260,11 @@ def token_columns(record: RunRecord) -> dict[str, np.ndarray[Any, Any]]:
     owner = np.repeat(np.arange(len(record.requests)), np.diff(tokens.offsets))
     columns = {f.name: getattr(tokens, f.name) for f in fields(tokens) if f.name != "offsets"}
     return {"request": owner, **{name: column for name, column in columns.items() if column is not None}}
+
+
+def event_columns(deliveries: Deliveries) -> dict[str, np.ndarray[Any, Any]]:
+    """What clients took and when, a row per event, by the request's row in the request table."""
+    return {"request": deliveries.owners(), "seen_s": deliveries.seen_s, "tokens": deliveries.tokens}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments.report import write_report
 from experiments.report_figures import Roofline, step_roofline
-from experiments.results import CERTAINTY, FLEET_COLUMNS, STEPS, TOKENS, load_run
+from experiments.results import CERTAINTY, EVENTS, FLEET_COLUMNS, STEPS, TOKENS, load_run
 from serving.beams import BeamCounts
 from serving.draft_counts import DraftCounts
 from serving.errors import TokenTwinError, UsageError
@@ -26,7 +26,17 @@ from sim.fleet.record import FleetRecord
 from sim.latency import DEFAULT_PERCENTILES
 from sim.meta import meta_value
 from sim.metrics import Summary, summarise
-from sim.record import Ints, RequestTable, RunRecord, Status, StepTable, Tenant, TokenRanges
+from sim.record import (
+    OPTIONAL_STAGES,
+    Deliveries,
+    Ints,
+    RequestTable,
+    RunRecord,
+    Status,
+    StepTable,
+    Tenant,
+    TokenRanges,
+)
 from sim.slo import Goodput, Slo
 from sim.verdict import Verdict, verdict
 
@@ -95,7 +105,12 @@ def load_record(folder: str | Path) -> RunRecord:
     names = [tenant.name for tenant in tenants]
     try:
         steps = import_module("pyarrow.parquet").read_table(path)
-        columns = {f.name: _column(requests, f.name) for f in fields(RequestTable)}
+        there = set(requests.column_names)
+        columns = {
+            f.name: _column(requests, f.name)
+            for f in fields(RequestTable)
+            if f.name in there or f.name not in OPTIONAL_STAGES
+        }
         codes = {status.name.lower(): int(status) for status in Status}
         columns["status"] = np.array([codes[word] for word in columns["status"]], np.int64)
         columns["tenant"] = np.array([names.index(name) for name in columns["tenant"]], np.int64)
@@ -107,6 +122,7 @@ def load_record(folder: str | Path) -> RunRecord:
         )
         fleet = _fleet(run, requests)
         tokens = _tokens(saved.folder / TOKENS, len(columns["status"]))
+        deliveries = _deliveries(saved.folder / EVENTS, len(columns["status"]))
         sizes: dict[str, Any] = {
             name: int(capacity[name])
             for name in ("num_pages", "page_tokens", "num_replicas", "max_num_seqs", "max_num_batched_tokens")
@@ -125,6 +141,7 @@ def load_record(folder: str | Path) -> RunRecord:
         meta={key: value for key, value in run.items() if key not in _NOT_META},
         drafts=DraftCounts(**run["drafts"]) if run.get("drafts") else None,
         beams=BeamCounts(**run["beams"]) if run.get("beams") else None,
+        deliveries=deliveries,
         fleet=fleet,
         **sizes,
     )
@@ -154,6 +171,16 @@ def _tokens(path: Path, num_requests: int) -> TokenRanges:
     offsets = np.searchsorted(owner, np.arange(num_requests + 1), side="left").astype(np.int64)
     known = [f.name for f in fields(TokenRanges) if f.name in table.column_names]
     return TokenRanges(offsets, **{name: _column(table, name) for name in known})
+
+
+def _deliveries(path: Path, num_requests: int) -> Deliveries | None:
+    """Of a run that followed its streams."""
+    if not path.is_file():
+        return None
+    table = import_module("pyarrow.parquet").read_table(path)
+    owner: Ints = _column(table, "request").astype(np.int64)
+    offsets = np.searchsorted(owner, np.arange(num_requests + 1), side="left").astype(np.int64)
+    return Deliveries(offsets, _column(table, "seen_s"), _column(table, "tokens").astype(np.int64))
 
 
 def _certainty(path: Path) -> Certainty | None:

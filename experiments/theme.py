@@ -15,12 +15,16 @@ GREY, INK, RULE = "#8A8F98", "#1B1F24", "#E3E6EA"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLACK)
 LIMIT = VERMILLION
 STAGES = {
+    "blocked": VERMILLION,
     "network": GREY,
+    "gateway": BLACK,
     "tokenize": YELLOW,
     "queue": ORANGE,
     "prefill": BLUE,
     "decode": SKY,
+    "detokenize": "#B8A400",
     "stream": PURPLE,
+    "reader": GREEN,
 }
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 

@@ -31,6 +31,7 @@ from sim.admission import TOO_MANY, Admission
 from sim.fleet.build import FLEET_FIELDS, build_pools, check_fleet, fleet_plan, is_fleet, pool_specs
 from sim.fleet.spec import Autoscaler, ColdStart, Failures, KvTransfer, Pool, parse_structured
 from sim.jitter import step_noise
+from sim.network import Network, check_network, delivering
 from sim.noise import StepNoise
 from sim.pipeline_build import check_parallel, make_pricer
 from sim.record import RunRecord, Status
@@ -166,6 +167,12 @@ class Deployment(BaseModel):
     """Tokenising a prompt: about a million tokens a second for a fast tokeniser on one core."""
     detokenize_us_per_token: float = Field(default=20.0, ge=0)
     """Lag that detokenising and writing a token adds to its way out."""
+    stream_interval: int = Field(default=1, ge=1)
+    """Tokens to gather before they are sent; the first one goes at once."""
+    stream_slice_ms: float = Field(default=0.0, ge=0)
+    """Time in which tokens gather before they are sent, from the first one on; 0 is off."""
+    network: Network | None = None
+    """Lines, connections and readers, such as {bandwidth_mbit_s: 5, clients: 1, protocol: http/1.1}."""
 
     @property
     def gpus_per_replica(self) -> int:
@@ -177,7 +184,7 @@ class Deployment(BaseModel):
     def _as_json(cls, value: Any) -> Any:
         return value if value is None else json.dumps(parse_structured(value))
 
-    @field_validator(*FLEET_FIELDS, mode="before")
+    @field_validator(*FLEET_FIELDS, "network", mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         return parse_structured(value)
@@ -207,6 +214,7 @@ def build(deployment: Deployment) -> Built:
     """Work a deployment out. Raises `UsageError` for names and limits that cannot be, `InfeasibleError` for memory."""
     d = deployment
     check_fleet(d)
+    check_network(d)
     if d.pools:
         pools = build_pools(d, build)
         first = pools[0]
@@ -474,6 +482,13 @@ def simulate(
             pricers=prices,
             seed=seed,
         )
+    network = delivering(
+        d.network, workload.tenants, interval=d.stream_interval, slice_s=d.stream_slice_ms / 1e3
+    )
+    if network is not None:
+        ways = zip(workload.tenants, network.lines, strict=True)
+        workload = replace(workload, tenants=tuple(replace(t, rtt_s=line.rtt_s) for t, line in ways))
+    no_gateway = d.network is not None and "gateway" in d.network.without
     record = run_world(
         workload,
         built.limits,
@@ -482,7 +497,9 @@ def simulate(
         num_replicas=d.data_parallel_size,
         router=d.router,
         frontend=Frontend(
-            d.frontend_overhead_ms / 1e3, d.tokenize_us_per_token / 1e6, d.detokenize_us_per_token / 1e6
+            0.0 if no_gateway else d.frontend_overhead_ms / 1e3,
+            d.tokenize_us_per_token / 1e6,
+            d.detokenize_us_per_token / 1e6,
         ),
         fast_forward=fast_forward,
         until_s=until_s,
@@ -493,6 +510,7 @@ def simulate(
         fleet=fleet,
         speculation=built.speculation_for(seed),
         response_cache=d.response_cache is not None,
+        delivering=network,
     )
     rejected = record.requests.status == Status.REJECTED
     if rejected.all() and len(rejected) and not record.requests.reason[0].startswith(TOO_MANY):

@@ -18,7 +18,20 @@ from sim.record import Floats, Ints, RunRecord, Status
 Bools = npt.NDArray[np.bool_]
 
 DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
-STAGES = ("network", "tokenize", "queue", "prefill", "decode", "stream")
+STAGES = (
+    "blocked",
+    "network",
+    "gateway",
+    "tokenize",
+    "queue",
+    "prefill",
+    "decode",
+    "detokenize",
+    "stream",
+    "reader",
+)
+SELDOM = ("blocked", "gateway", "stream", "reader")
+"""Stages that are shown where there is any of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +67,28 @@ def latencies(record: RunRecord) -> Latencies:
 
 
 def stage_times(record: RunRecord) -> dict[str, Floats]:
-    """Seconds that each finished request spent in each of `STAGES`; the six add up to its E2EL.
+    """Seconds that each finished request spent in each of `STAGES`; they add up to its E2EL.
 
-    `stream` is what is left: grouping of tokens into events, and what delays the last token beyond the first.
+    Those on the network are of the request's way in and of its last event's way out; `stream` is what is left.
     Waits after a preemption are in the stage that was interrupted. Rows that did not finish are NaN.
     """
     r, lat = record.requests, latencies(record)
     known = {
+        "blocked": r.blocked_s,
         "network": r.network_s,
+        "gateway": r.gateway_s,
         "tokenize": r.tokenize_s,
         "queue": lat.queue_s,
         "prefill": lat.prefill_s,
         "decode": lat.decode_s,
+        "detokenize": r.detokenize_s,
+        "reader": r.reader_s,
     }
     rest_s = lat.e2el_s - sum(known.values(), start=np.zeros(len(r)))
     rounding_s = 1e-9 * np.maximum(1.0, np.abs(np.nan_to_num(r.last_token_s)))
     known["stream"] = np.where(np.abs(rest_s) < rounding_s, 0.0, rest_s)
     finished = r.status == Status.FINISHED
-    return {name: np.where(finished, times_s, np.nan) for name, times_s in known.items()}
+    return {name: np.where(finished, known[name], np.nan) for name in STAGES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +111,10 @@ def inter_token_gaps(record: RunRecord, keep: Bools | None = None) -> Pooled:
     """
     if keep is None:
         keep = record.requests.status == Status.FINISHED
+    if (d := record.deliveries) is not None:
+        owners = d.owners()
+        gaps_s = np.diff(d.seen_s)[(owners[1:] == owners[:-1]) & keep[owners[1:]]]
+        return pooled(gaps_s)
     t, end_s = record.tokens, record.steps.end_s
     owner = np.repeat(np.arange(len(record.requests)), np.diff(t.offsets))
     mine = keep[owner] & (t.count > 0)
@@ -161,6 +182,9 @@ def pooled(values_s: Floats) -> Pooled:
 
 def token_seconds(record: RunRecord, keep: Bools) -> Floats:
     """When each token of the rows `keep` reached its client, request by request, shape (tokens,)."""
+    if (d := record.deliveries) is not None:
+        events = keep[d.owners()]
+        return np.repeat(d.seen_s[events], d.tokens[events])
     t, r = record.tokens, record.requests
     owner = np.repeat(np.arange(len(r)), np.diff(t.offsets))
     mine = keep[owner] & (t.count > 0)

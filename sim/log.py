@@ -76,6 +76,18 @@ class StepLog:
                 return [*blocks, *([np.array(rows, np.float64)] if rows else [])]
             time.sleep(0)
 
+    def ends_s(self, first: int) -> list[float]:
+        """Ends of the steps from `first` on."""
+        parts: list[list[float]] = []
+        left = self._flushed
+        rest = [row[1] for row in self._rows[max(first - left, 0) :]]
+        for block in reversed(self._blocks):
+            if left <= first:
+                break
+            left -= len(block)
+            parts.append(block[max(first - left, 0) :, 1].tolist())
+        return [end_s for part in reversed(parts) for end_s in part] + rest
+
     def matrix(self) -> Floats:
         """All steps, shape (steps, columns)."""
         self._flush()
@@ -175,7 +187,7 @@ def request_table(
     max_output_tokens: np.ndarray[tuple[int], np.dtype[np.int64]],
     tenant: np.ndarray[tuple[int], np.dtype[np.int64]],
     rtt_s: Floats,
-    way_in_s: Floats,
+    overhead_s: float,
     tokenize_s: Floats,
     detokenize_s: float,
     last_token_s: Floats,
@@ -205,7 +217,9 @@ def request_table(
         engine_done_s=engine_done_s[rows],
         first_token_s=(first_s + way_out_s)[rows],
         last_token_s=(last_token_s + way_out_s)[rows],
-        network_s=(way_in_s + rtt_s / 2)[rows],
+        network_s=rtt_s[rows],
+        gateway_s=np.full(len(rows), overhead_s),
+        detokenize_s=np.full(len(rows), detokenize_s),
         tokenize_s=tokenize_s[rows],
         prompt_tokens=prompt_tokens[rows],
         output_tokens=np.array(log.output_tokens, np.int64)[rows],

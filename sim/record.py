@@ -21,6 +21,10 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
+OPTIONAL_STAGES = ("blocked_s", "gateway_s", "detokenize_s", "reader_s")
+"""Columns of the request table that older runs and the engine's do not have."""
+
+
 class Status(IntEnum):
     """Where a request ended. `arrived = FINISHED + REJECTED + FAILED + UNFINISHED` holds on every run."""
 
@@ -28,7 +32,7 @@ class Status(IntEnum):
     FINISHED = 1
     REJECTED = 2
     FAILED = 3
-    """It was let in, and its replica failed once too often."""
+    """It was let in, and its replica failed once too often, or its client did not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class RequestTable:
     first_token_s: Floats
     last_token_s: Floats
     network_s: Floats
-    """Request's way in, plus the first token's way out: its share of TTFT."""
+    """Request's way in, plus the last token's way out: round trips, handshakes, and its own bytes on the line."""
     tokenize_s: Floats
     prompt_tokens: Ints
     output_tokens: Ints
@@ -67,6 +71,18 @@ class RequestTable:
     """`Status` values."""
     reason: npt.NDArray[np.object_]
     """Finish reason ("length", "stop"), the reason of a rejection in words, or "" while unfinished."""
+    blocked_s: Floats = field(default_factory=lambda: np.empty(0))
+    """What other requests of the same client cost: waiting for a connection, for their bytes on the line, for answers
+    that have to come first. This and the next three are shares of E2EL, and 0 in runs that do not know them."""
+    gateway_s: Floats = field(default_factory=lambda: np.empty(0))
+    detokenize_s: Floats = field(default_factory=lambda: np.empty(0))
+    reader_s: Floats = field(default_factory=lambda: np.empty(0))
+    """What is due to the client's own reading, or to the window that it leaves the sender."""
+
+    def __post_init__(self) -> None:
+        for name in OPTIONAL_STAGES:
+            if len(getattr(self, name)) != len(self.request_id):
+                object.__setattr__(self, name, np.zeros(len(self.request_id)))
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -132,6 +148,20 @@ class TokenRanges:
 
 
 @dataclass(frozen=True, slots=True)
+class Deliveries:
+    """When clients took the events of their answers; those of request i are rows `offsets[i]:offsets[i + 1]`."""
+
+    offsets: Ints
+    seen_s: Floats
+    tokens: Ints
+    """Tokens of each event, 1 or more."""
+
+    def owners(self) -> Ints:
+        """The request of each event."""
+        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+
+
+@dataclass(frozen=True, slots=True)
 class Tenant:
     """A class of requests with its own promises (times in seconds) and its own way to the server."""
 
@@ -172,6 +202,8 @@ class RunRecord:
     beams: BeamCounts | None = None
     """What beam searches took; None without any."""
     meta: dict[str, Any] = field(default_factory=dict)
+    deliveries: Deliveries | None = None
+    """Of a run that follows streams over a network; otherwise a token is there a fixed lag after its step."""
     fleet: FleetRecord | None = None
     """Of a run with pools, an autoscaler, failures or admission. `num_replicas` then counts all that ever were, and the
     other limits are those of the first pool."""
@@ -199,6 +231,9 @@ class RunRecord:
 
     def token_times_s(self, row: int) -> Floats:
         """When each token of request `row` reached its client, shape (output_tokens,)."""
+        if (d := self.deliveries) is not None:
+            mine = slice(int(d.offsets[row]), int(d.offsets[row + 1]))
+            return np.repeat(d.seen_s[mine], d.tokens[mine])
         engine_s = self.engine_token_times_s(row)
         if not len(engine_s):
             return engine_s
@@ -206,7 +241,12 @@ class RunRecord:
         return engine_s + lag_s
 
     def event_times_s(self, row: int) -> Floats:
-        """When request `row` got tokens from the engine: one time for those that a step gave together."""
+        """When events of request `row` came: to the client where streams were followed, otherwise out of the engine.
+
+        What a step gave together is one event.
+        """
+        if (d := self.deliveries) is not None:
+            return d.seen_s[int(d.offsets[row]) : int(d.offsets[row + 1])]
         return self._times_s(row, together=True)
 
     def engine_token_times_s(self, row: int) -> Floats:

@@ -88,6 +88,8 @@ class Replica:
         self._charged = 0
         """Steps of the leap in progress that are on the tenants' accounts under fair sharing."""
         self._moved: Event | None = None
+        self._unread: list[tuple[Request, str]] = []
+        """Requests to stop at the next step boundary, and why."""
         self._starts: dict[int, int] = {}
         self._speculator = None if speculation is None else speculation.perturbed(pricer).speculator()
         requests.speculates |= speculation is not None
@@ -172,9 +174,47 @@ class Replica:
             self._cut()
         return True
 
+    def abort(self, request: Request, reason: str) -> None:
+        """Stop working for a request at the next step boundary: it fails, for `reason`."""
+        self._unread.append((request, reason))
+        if self._leap_ends_s is not None:
+            self._cut()
+
+    def _drop(self) -> None:
+        for request, reason in self._unread:
+            if request.done:
+                continue
+            row = self._row(request)
+            known = self.scheduler.seqs.known
+            self._close(request, int(known[request.slot]) if request.slot >= 0 else request.num_tokens)
+            self._starts.pop(row, None)
+            self.scheduler.abort(request)
+            log = self._requests
+            log.engine_done_s[row], log.status[row], log.reason[row] = self.now_s, int(Status.FAILED), reason
+            self._finished(request, self.now_s)
+        self._unread = []
+
     def _wake(self, idle: Event) -> None:
         self._moved = timer = self.clock.at(self.clock.now, self._priority)
         timer.callbacks, idle.callbacks = idle.callbacks, []
+
+    @property
+    def leap_ends_s(self) -> Floats:
+        """Ends of the steps of the leap in progress that are over by now, none outside one."""
+        if self._leap_ends_s is None:
+            return np.empty(0)
+        return self._leap_ends_s[: np.searchsorted(self._leap_ends_s, self.clock.now, side="right")]
+
+    def open_range(self, request: Request) -> tuple[int, int, int] | None:
+        """Steps that have given a running request tokens since its last range: the first, how many, tokens in each."""
+        row = self._row(request)
+        if self._speculator is not None or self.scheduler.config.pipelined:
+            return self._open.get(row)
+        if request.slot < 0 or row not in self._starts:
+            return None
+        produced = int(self.scheduler.seqs.known[request.slot]) - request.prompt_tokens
+        count = produced - self._requests.output_tokens[row] + len(self.leap_ends_s)
+        return (self._starts[row], count, 1) if count > 0 else None
 
     def _steps_over(self) -> int:
         """Steps of the leap that have ended, 0 outside one.
@@ -215,6 +255,8 @@ class Replica:
     def _serve(self) -> Generator[Event, object, None]:
         scheduler, clock = self.scheduler, self.clock
         while True:
+            if self._unread:
+                self._drop()
             plan = scheduler.plan(self.now_s)
             if plan is None:
                 yield from self._sleep()
@@ -229,7 +271,7 @@ class Replica:
             self.now_s = end_s
             clock.boundary = (end_s, self._priority)
             self._commit(plan, start_s, gpu_s, host_s)
-            if self._fast_forward and (steps := self._steps_to_leap(plan, gpu_s)):
+            if self._fast_forward and not self._unread and (steps := self._steps_to_leap(plan, gpu_s)):
                 context_sum = plan.decode_context_sum + len(plan)
                 context_max = plan.decode_context_max + 1
                 gpu = self._price_leap(plan, context_sum, context_max, steps)
@@ -241,6 +283,8 @@ class Replica:
         current: StepPlan | None = None
         gpu_s = host_s = 0.0
         while True:
+            if self._unread:
+                self._drop()
             if self._fast_forward and current is not None and (steps := self._steps_to_leap(current, gpu_s)):
                 gpu = self._price_leap(current, current.decode_context_sum, current.decode_context_max, steps)
                 context_sum = current.decode_context_sum
@@ -249,6 +293,8 @@ class Replica:
                 )
                 leap(scheduler, steps, current, self._charged)
                 gpu_s = self._price(current, len(self.steps))[0]
+                if self._unread:
+                    self._drop()
             ahead = scheduler.plan(self.now_s)
             if ahead is not None:
                 self._admit(ahead)

@@ -99,7 +99,10 @@ def mean_intervals(record: RunRecord) -> dict[str, tuple[float, float, float]]:
 def gaps_in_time_order(record: RunRecord) -> Floats:
     """Gaps between consecutive tokens of finished requests, ordered by the later token, shape (gaps,)."""
     rows = np.flatnonzero(record.requests.status == Status.FINISHED)
-    times = [record.engine_token_times_s(int(row)) for row in rows]
+    followed = record.deliveries is not None
+    times = [
+        record.event_times_s(int(row)) if followed else record.engine_token_times_s(int(row)) for row in rows
+    ]
     gaps = [np.diff(t) for t in times if len(t) > 1]
     if not gaps:
         return np.empty(0)

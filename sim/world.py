@@ -18,10 +18,12 @@ from serving.policies import BatchPolicy
 from serving.request import Request
 from serving.scheduler import Scheduler
 from sim.beam import BeamSearches, check_beams
+from sim.clients import TOO_SLOW, Clients
 from sim.clock import Clock
 from sim.fleet.fleet import Fleet
 from sim.fleet.plan import FleetPlan
 from sim.log import RequestLog, request_table, step_table
+from sim.network import Delivering
 from sim.noise import StepNoise
 from sim.record import Floats, RunRecord, Status
 from sim.replica import Pricer, Replica
@@ -74,6 +76,7 @@ def run_world(
     watch: Callable[[_World], None] | None = None,
     speculation: Speculation | None = None,
     response_cache: bool = False,
+    delivering: Delivering | None = None,
 ) -> RunRecord:
     """Simulate `workload` until every request has ended, or until `until_s`.
 
@@ -81,9 +84,10 @@ def run_world(
     in for `num_replicas` and `router`; `config` is then that of its first pool.
     KeyboardInterrupt ends the run early: the record then holds what happened so far and is marked `interrupted`.
     `watch` is told of the world before it runs, for somebody who looks at it from another thread. With `response_cache`
-    a request that repeats one already answered is answered at once, without an engine.
+    a request that repeats one already answered is answered at once, without an engine. `delivering` follows the streams
+    to their clients; the round trips are then its own.
     """
-    check_beams(workload, fleet=fleet is not None)
+    check_beams(workload, fleet=fleet is not None, followed=delivering is not None)
     world = _World(
         workload,
         config,
@@ -97,6 +101,7 @@ def run_world(
         options,
         fleet,
         speculation,
+        delivering,
     )
     if response_cache:
         world.repeats = workload.repeats().tolist()
@@ -127,6 +132,7 @@ class _World:
         options: RouterOptions | None,
         fleet: FleetPlan | None,
         speculation: Speculation | None,
+        delivering: Delivering | None,
     ) -> None:
         self.workload = workload
         self.config = config
@@ -137,8 +143,7 @@ class _World:
         rtt_s = np.array([tenant.rtt_s for tenant in workload.tenants], np.float64)
         self.rtt_s: Floats = rtt_s[workload.tenant]
         self.tokenize_s = workload.prompt_tokens.astype(np.float64) * frontend.tokenize_s_per_token
-        self.way_in_s: Floats = self.rtt_s / 2 + frontend.overhead_s
-        self._delay_s: list[float] = (self.way_in_s + self.tokenize_s).tolist()
+        self._delay_s: list[float] = (self.rtt_s / 2 + frontend.overhead_s + self.tokenize_s).tolist()
         self._way_out_s: list[float] = (self.rtt_s / 2 + frontend.detokenize_s_per_token).tolist()
         self._prompt: list[int] = workload.prompt_tokens.tolist()
         self._output: list[int] = workload.output_tokens.tolist()
@@ -193,6 +198,23 @@ class _World:
                 fast_forward=fast_forward,
                 noise=noise,
             )
+        self.net: Clients | None = None
+        if delivering is not None:
+            self.net = Clients(
+                self.clock,
+                self.log,
+                delivering,
+                tenant=workload.tenant,
+                first_turn=workload.conversations()[0],
+                prompt_tokens=workload.prompt_tokens,
+                overhead_s=frontend.overhead_s,
+                tokenize_s=self.tokenize_s,
+                detokenize_s=frontend.detokenize_s_per_token,
+                replicas=lambda: self.replicas if self.fleet is None else self.fleet.replicas,
+                arrived=self._queue,
+                done=self._client_done,
+                abort=self._abort,
+            )
         self.beams: BeamSearches | None = None
         if workload.beam_width is not None:
             assert isinstance(self.router, Router)
@@ -231,6 +253,9 @@ class _World:
     def _send(self, row: int) -> None:
         now_s = self.clock.now
         self.log.sent_s[row] = now_s
+        if self.net is not None:
+            self.net.send(row)
+            return
         delay_s = self._delay_s[row]
         if delay_s:
             self.clock.call_at(now_s + delay_s, lambda: self._queue(row))
@@ -281,6 +306,8 @@ class _World:
         )
         if self._turn is not None and self._first_turn[row] >= 0:
             request.session, request.turn = self._first_turn[row], self._turn[row]
+        if self.net is not None:
+            self.net.requests[row] = request
         return request
 
     def _finished(self, request: Request, now_s: float) -> None:
@@ -302,8 +329,16 @@ class _World:
             self._answered.add(self.repeats[row])
         if self.done == len(self.workload):
             self._all_done.succeed()
-        if self._seats < math.inf or self._next_turns:
+        if self.net is not None:
+            self.net.ended(row)
+        elif self._seats < math.inf or self._next_turns:
             self.clock.call_at(max(client_s, self.clock.now), lambda: self._client_done(row))
+
+    def _abort(self, row: int) -> None:
+        """The client of a request has been cut off: its engine stops."""
+        assert self.net is not None
+        request = self.net.requests[row]
+        self.replicas[self.log.replica[row]].abort(request, TOO_SLOW)
 
     def _client_done(self, row: int) -> None:
         self._seats += 1
@@ -359,6 +394,8 @@ class _World:
             self.replicas = self.fleet.replicas
         for replica in self.replicas:
             replica.settle()
+        if self.net is not None:
+            self.net.finish()
         if self.beams is not None:
             log.drop_guests()
         steps = step_table([replica.steps for replica in self.replicas])
@@ -377,11 +414,14 @@ class _World:
             max_output_tokens=workload.output_tokens,
             tenant=workload.tenant,
             rtt_s=self.rtt_s,
-            way_in_s=self.way_in_s,
+            overhead_s=self.frontend.overhead_s,
             tokenize_s=self.tokenize_s,
             detokenize_s=self.frontend.detokenize_s_per_token,
             last_token_s=last_token_s,
         )
+        deliveries = None
+        if self.net is not None:
+            requests, deliveries = self.net.table(requests, rows)
         warnings = list(workload.warnings)
         unsent = len(workload) - len(rows)
         unfinished = int(np.count_nonzero(requests.status == Status.UNFINISHED))
@@ -404,6 +444,7 @@ class _World:
             warnings=tuple(warnings),
             drafts=total(replica.drafts for replica in self.replicas),
             beams=None if self.beams is None else self.beams.counts,
+            deliveries=deliveries,
             fleet=None if self.fleet is None else self.fleet.record(rows),
         )
 

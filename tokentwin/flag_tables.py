@@ -22,7 +22,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 def _deployment_flags() -> tuple[Flag, ...]:
     flags = []
     for name, field in Deployment.model_fields.items():
-        structured = name in (*FLEET_FIELDS, "speculative_config")
+        structured = name in (*FLEET_FIELDS, "speculative_config", "network")
         default: Any = None if structured else field.default
         flags.append(
             Flag(

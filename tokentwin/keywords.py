@@ -63,6 +63,9 @@ class SharedFlags(TypedDict, total=False):
     frontend_overhead_ms: float | None
     tokenize_us_per_token: float | None
     detokenize_us_per_token: float | None
+    stream_interval: int | None
+    stream_slice_ms: float | None
+    network: str | Mapping[str, Any] | Sequence[Any] | None
     dataset_name: str | None
     dataset_path: str | Path | None
     num_prompts: int | None
@@ -78,6 +81,7 @@ class SharedFlags(TypedDict, total=False):
     think_distribution: Literal["exponential", "constant"] | None
     rtt_ms: float | None
     priority: int | None
+    beam_width: int | None
     request_rate: float | None
     burstiness: float | None
     rate_scale: float | None
@@ -294,6 +298,15 @@ class SweepFlags(TypedDict, total=False):
     frontend_overhead_ms: float | Sequence[float | None] | None
     tokenize_us_per_token: float | Sequence[float | None] | None
     detokenize_us_per_token: float | Sequence[float | None] | None
+    stream_interval: int | Sequence[int | None] | None
+    stream_slice_ms: float | Sequence[float | None] | None
+    network: (
+        str
+        | Mapping[str, Any]
+        | Sequence[Any]
+        | Sequence[str | Mapping[str, Any] | Sequence[Any] | None]
+        | None
+    )
     dataset_name: str | Sequence[str | None] | None
     dataset_path: str | Path | Sequence[str | Path | None] | None
     num_prompts: int | Sequence[int | None] | None
@@ -313,6 +326,7 @@ class SweepFlags(TypedDict, total=False):
     )
     rtt_ms: float | Sequence[float | None] | None
     priority: int | Sequence[int | None] | None
+    beam_width: int | Sequence[int | None] | None
     request_rate: float | Sequence[float | None] | None
     burstiness: float | Sequence[float | None] | None
     rate_scale: float | Sequence[float | None] | None

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from costmodel.pricer import graph_sizes
 from serving.errors import UsageError
 from serving.policies import BatchPolicy
-from sim import admission
+from sim import admission, network
 from sim.fleet import spec
 from sim.fleet.plan import FleetPlan, PoolPlan
 from sim.fleet.spec import ColdStart, Pool
@@ -29,7 +29,7 @@ def field_names() -> set[str]:
     """Every key that the mappings may have."""
     return {
         name
-        for module in (spec, admission)
+        for module in (spec, admission, network)
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, BaseModel)
         for name in each.model_fields

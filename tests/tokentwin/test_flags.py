@@ -95,6 +95,7 @@ PARALLEL = {
     "collective_overlap": "0.5",
     "enable_expert_parallel": "true",
     "expert_load_imbalance": "1.5",
+    "stream_slice_ms": "20.0",
 }
 """Fields of which most are nothing without the others."""
 
@@ -130,9 +131,11 @@ def test_each_deployment_field_can_be_set_by_its_flag(tokentwin: Command) -> Non
         "frontend_overhead_ms": "1.5",
         "tokenize_us_per_token": "2.5",
         "detokenize_us_per_token": "3.5",
+        "stream_interval": "4",
     }
     elsewhere = {*FLEET_FIELDS, "router_prefix_tokens", "router_load_factor"}  # test_fleet_commands.py
     elsewhere |= {"speculative_config"}  # test_speculation_flags.py
+    elsewhere |= {"network"}  # test_network_flags.py
     assert set(values) | set(WITH_PREFIX_CACHE) | set(PARALLEL) | elsewhere == set(Deployment.model_fields)
     for some in (values, WITH_PREFIX_CACHE, PARALLEL):
         check_flags(tokentwin, some)

@@ -35,7 +35,6 @@ SERVER: tuple[Flag, ...] = tuple(
         ("api_key", list[str], f"Keys of which clients must send one; also read from {KEY_VARIABLE}.", None),
         ("uvicorn_log_level", LogLevel, "How much uvicorn logs.", "info"),
         ("disable_uvicorn_access_log", bool, "No line for each request.", None),
-        ("stream_interval", int, "Tokens to gather before they are sent; the first one goes at once.", "1"),
         ("max_waiting", int, "Requests that may queue beyond those with a seat; more get status 429.", "10000"),
         ("send_timeout", float, "Seconds after which a client that does not read is cut.", "30"),
         ("drain_timeout", float, "Seconds that SIGTERM gives to requests that have begun.", "60"),
@@ -69,8 +68,8 @@ TWIN_ONLY = (
 )
 """Flags that the engine does not know."""
 REAL_ONLY = ("load_format", "device")
-MEASURED_HERE = ("tokenize_us_per_token", "detokenize_us_per_token")
-"""What the twin assumes of a front end is really done here."""
+MEASURED_HERE = ("tokenize_us_per_token", "detokenize_us_per_token", "stream_slice_ms", "network")
+"""What the twin assumes of a front end and of the way to clients is real here."""
 ANSWER_DEPENDS_ON = (
     "engine",
     "dtype",
