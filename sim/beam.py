@@ -112,6 +112,8 @@ class BeamSearches:
         self._goes_on = set(workload.after[workload.after >= 0].tolist())
         self._by_row: dict[int, _Search] = {}
         self._free_rows: list[int] = []
+        self._owner: dict[int, int] = {}
+        """The request whose search last used a row for a hypothesis."""
         self._next_key = -1
         self._renamed: dict[int, int] = {}
         log.speculates = True  # the last step of a search gives all of its tokens
@@ -149,13 +151,9 @@ class BeamSearches:
         cached = max(0, request.cached_tokens)
         self.counts.cached_tokens += cached
         self.counts.computed_tokens += request.prompt_tokens - cached
-        if row != search.row:
-            log.preemptions[search.row] += log.preemptions[row]
-            log.preemptions[row] = 0
-        else:
+        if row == search.row:
             search.replica = next(r for r in self._router.replicas if r.index == log.replica[row])
-        log.status[row], log.reason[row] = int(Status.UNFINISHED), ""
-        log.engine_done_s[row], log.output_tokens[row] = math.nan, 0
+        log.status[row], log.reason[row], log.engine_done_s[row] = int(Status.UNFINISHED), "", math.nan
         if log.ranges and log.ranges[-1][0] == row:
             search.last_step = log.ranges.pop()[1:3]
         search.missing -= 1
@@ -175,6 +173,7 @@ class BeamSearches:
         whole, now_s, live = search.whole, self._clock.now, search.beams.live
         search.missing = len(live)
         rows = [search.row] if not search.beams.num_steps else self._seats(search)
+        self._log.output_tokens[search.row] = 0
         for row, hypothesis, keys in zip(rows, live, search.keys, strict=True):
             request = Request(
                 row,
@@ -203,7 +202,24 @@ class BeamSearches:
             row = self._free_rows.pop() if self._free_rows else self._log.add_guest()
             search.guests.append(row)
             self._by_row[row] = search
+            self._settle(row)
+            self._owner[row] = search.row
+        # Not before: under asynchronous scheduling a plan may have preempted a hypothesis whose token was on its way.
+        for row in search.guests:
+            self._log.output_tokens[row] = 0
         return search.guests
+
+    def _settle(self, guest: int) -> None:
+        """Preemptions of a hypothesis are its search's."""
+        if (owner := self._owner.get(guest)) is not None:
+            self._log.preemptions[owner] += self._log.preemptions[guest]
+            self._log.preemptions[guest] = 0
+
+    def settle(self) -> None:
+        """The run is over: only the workload's own requests stay in the log."""
+        for guest in self._owner:
+            self._settle(guest)
+        self._log.drop_guests()
 
     def _grow(self, search: _Search) -> None:
         beams, count = search.beams, 2 * search.beams.width

@@ -397,7 +397,7 @@ class _World:
         if self.net is not None:
             self.net.finish()
         if self.beams is not None:
-            log.drop_guests()
+            self.beams.settle()
         steps = step_table([replica.steps for replica in self.replicas])
         logs = [replica.steps for replica in self.replicas]
         last_token_s = np.full(len(workload), np.nan)

@@ -249,9 +249,12 @@ def test_a_search_stays_where_its_pages_are(router: str) -> None:
         assert set(record.requests.replica.tolist()) == {0, 1}
 
 
-def test_a_cache_that_is_too_small_preempts_and_loses_nothing() -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_cache_that_is_too_small_preempts_and_loses_nothing(asynchronous: bool) -> None:
     workload = searching([4, 0, 0, 0], make_workload([0.0] * 4, [20, 30, 30, 30], [60, 90, 90, 90]))
-    config = SchedulerConfig(num_pages=24, page_tokens=8, max_num_seqs=8, max_num_batched_tokens=64)
+    config = SchedulerConfig(
+        num_pages=24, page_tokens=8, max_num_seqs=8, max_num_batched_tokens=64, async_scheduling=asynchronous
+    )
     record = run_world(workload, config, LinearPricer())
     assert (record.requests.status == Status.FINISHED).all()
     assert record.requests.preemptions.sum() > 0
