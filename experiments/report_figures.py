@@ -21,6 +21,7 @@ from experiments.series import (
     rate_per_s,
     thin,
 )
+from experiments.utilisation import twin_work
 from sim.fleet.record import FleetRecord, ReplicaState
 from sim.latency import STAGES, latencies, stage_times
 from sim.metrics import Summary
@@ -49,22 +50,11 @@ class Roofline:
 
 
 def step_roofline(record: RunRecord, built: Built) -> Roofline:
-    """FLOPs and bytes of every step on one device, beside the device's peaks.
-
-    Every prompt chunk counts as sampled once, which overstates the LM head's work of unfinished chunks.
-    """
+    """FLOPs and bytes of every step on one device (`twin_work`), beside the device's peaks."""
     if built.pools and record.fleet is not None:
         return _pools_roofline(record, built, record.fleet)
-    s, pricer = record.steps, built.pricer
-    flops, num_bytes = pricer.step_work(
-        s.num_tokens,
-        s.num_decodes + s.num_prefills,
-        s.prefill_attention_area,
-        s.prefill_context_sum,
-        s.decode_context_sum,
-    )
-    peaks = (pricer.peak_flops, pricer.peak_bytes_per_s)
-    return Roofline(flops, num_bytes, *peaks, device=built.profile.facts.product)
+    work = twin_work(record, built)
+    return Roofline(work.flops, work.bytes, work.peak_flops_per_s, work.peak_bytes_per_s, work.device)
 
 
 def _pools_roofline(record: RunRecord, built: Built, fleet: FleetRecord) -> Roofline:
@@ -74,7 +64,9 @@ def _pools_roofline(record: RunRecord, built: Built, fleet: FleetRecord) -> Roof
     parts = []
     for number, pool in enumerate(built.pools):
         mine = pool_of == number
-        parts.append(step_roofline(replace(record, steps=record.steps.where(mine)), pool))
+        drafts = None if record.draft_steps is None else record.draft_steps.where(mine)
+        of_pool = replace(record, steps=record.steps.where(mine), draft_steps=drafts)
+        parts.append(step_roofline(of_pool, pool))
         flops[mine], num_bytes[mine] = parts[-1].flops, parts[-1].bytes
     peaks = {(part.peak_flops_per_s, part.peak_bytes_per_s, part.device) for part in parts}
     if len(peaks) == 1:

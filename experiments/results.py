@@ -177,7 +177,8 @@ def save_run(
         _write_parquet(request_columns(record), paths[2])
         if steps:
             paths += [folder / STEPS, folder / TOKENS]
-            _write_parquet({**record.steps.columns(), **(step_columns or {})}, paths[-2])
+            drafting = {} if record.draft_steps is None else record.draft_steps.columns()
+            _write_parquet({**record.steps.columns(), **drafting, **(step_columns or {})}, paths[-2])
             _write_parquet(token_columns(record), paths[-1])
             if record.deliveries is None:
                 (folder / EVENTS).unlink(missing_ok=True)  # of another run

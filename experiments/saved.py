@@ -22,6 +22,8 @@ from serving.beams import BeamCounts
 from serving.draft_counts import DraftCounts
 from serving.errors import TokenTwinError, UsageError
 from sim.certainty import Certainty
+from sim.draft_steps import NAMES as DRAFT_COLUMNS
+from sim.draft_steps import DraftSteps
 from sim.fleet.record import FleetRecord
 from sim.latency import DEFAULT_PERCENTILES
 from sim.meta import meta_value
@@ -120,6 +122,9 @@ def load_record(folder: str | Path) -> RunRecord:
                 for f in fields(StepTable)
             }
         )
+        drafting = None
+        if set(DRAFT_COLUMNS) <= set(steps.column_names):
+            drafting = DraftSteps(*(_column(steps, name).astype(np.int64) for name in DRAFT_COLUMNS))
         fleet = _fleet(run, requests)
         tokens = _tokens(saved.folder / TOKENS, len(columns["status"]))
         deliveries = _deliveries(saved.folder / EVENTS, len(columns["status"]))
@@ -140,6 +145,7 @@ def load_record(folder: str | Path) -> RunRecord:
         warnings=tuple(run.get("warnings") or ()),
         meta={key: value for key, value in run.items() if key not in _NOT_META},
         drafts=DraftCounts(**run["drafts"]) if run.get("drafts") else None,
+        draft_steps=drafting,
         beams=BeamCounts(**run["beams"]) if run.get("beams") else None,
         deliveries=deliveries,
         fleet=fleet,

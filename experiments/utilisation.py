@@ -9,8 +9,9 @@ of the engine it was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,19 +72,49 @@ class Utilisation:
 
 
 def twin_work(record: RunRecord, built: Built) -> StepWork:
-    """Work of the steps of a simulated run; prompt chunks are sampled once, verified drafts each.
+    """Work of the steps of a simulated run: of the target, its verifications, and the passes of a draft model.
 
-    What a draft model computes is not in it.
+    Every prompt chunk counts as sampled once, which overstates the LM head's work of unfinished chunks.
     """
-    s, pricer = record.steps, built.pricer
-    flops, num_bytes = pricer.step_work(
-        s.num_tokens,
-        s.num_tokens - s.num_prefill_tokens + s.num_prefills,
-        s.prefill_attention_area,
-        s.prefill_context_sum,
-        s.decode_context_sum,
+    pricer, speculation = built.pricer, built.speculation
+    flops, num_bytes = pricer.step_work(*_target_columns(record))
+    if record.draft_steps is not None and speculation is not None and speculation.draft is not None:
+        drafter: Any = speculation.draft.pricer
+        more = draft_work(record, drafter.step_work, own_cache=speculation.draft.own_cache)
+        flops, num_bytes = flops + more[0], num_bytes + more[1]
+    return StepWork(flops, num_bytes, pricer.peak_flops, pricer.peak_bytes_per_s, built.profile.facts.product)
+
+
+def _target_columns(record: RunRecord) -> tuple[npt.NDArray[Any], ...]:
+    """Arguments of `costmodel.work.step_work` for the target; a sequence's KV is read once for all that it verifies."""
+    s, drafts = record.steps, record.draft_steps
+    pairs = s.prefill_attention_area
+    if drafts is not None:
+        pairs = pairs + drafts.verified_pairs
+    sampled = s.num_tokens - s.num_prefill_tokens + s.num_prefills
+    return s.num_tokens, sampled, pairs, s.prefill_context_sum, s.decode_context_sum
+
+
+def draft_work(
+    record: RunRecord, step_work: Callable[..., tuple[Floats, Floats]], *, own_cache: bool
+) -> tuple[Floats, Floats]:
+    """(FLOPs, bytes) of the drafter's passes in every step; `step_work` counts those of its shape.
+
+    Each pass reads the weights, as many experts of them as a pass of mean size touches. A drafter with a cache of its
+    own reads prompt chunks as the target does.
+    """
+    s, drafts = record.steps, record.draft_steps
+    assert drafts is not None
+    passes = np.maximum(drafts.draft_passes, 1)
+    prompts = (drafts.draft_passes > 0) & own_cache
+    flops, num_bytes = step_work(
+        drafts.draft_tokens / passes,
+        drafts.draft_sampled / passes,
+        (s.prefill_attention_area * prompts + drafts.draft_pairs) / passes,
+        s.prefill_context_sum * prompts / passes,
+        drafts.draft_context_sum / passes,
     )
-    return StepWork(flops, num_bytes, pricer.peak_flops, pricer.peak_bytes_per_s)
+    return flops * passes, num_bytes * passes
 
 
 def engine_work(record: RunRecord) -> StepWork | None:
@@ -94,18 +125,13 @@ def engine_work(record: RunRecord) -> StepWork | None:
     facts: Mapping[str, Any] = (record.meta.get("engine") or {}).get("work") or {}
     if not facts:
         return None
-    s = record.steps
-    flops, num_bytes = step_work(
-        ModelShape.model_validate(facts["shape"]),
-        s.num_tokens,
-        s.num_tokens - s.num_prefill_tokens + s.num_prefills,
-        s.prefill_attention_area,
-        s.prefill_context_sum,
-        s.decode_context_sum,
-        weight_bytes=facts["bytes_per_number"],
-        kv_bytes=facts["bytes_per_number"],
-        activation_bytes=facts["bytes_per_number"],
-    )
+    number = facts["bytes_per_number"]
+    sizes = {"weight_bytes": number, "kv_bytes": number, "activation_bytes": number}
+    flops, num_bytes = step_work(ModelShape.model_validate(facts["shape"]), *_target_columns(record), **sizes)
+    if record.draft_steps is not None and (draft := facts.get("draft")) is not None:
+        of_shape = partial(step_work, ModelShape.model_validate(draft["shape"]), **sizes)
+        more = draft_work(record, of_shape, own_cache=draft["own_cache"])
+        flops, num_bytes = flops + more[0], num_bytes + more[1]
     peaks = [facts.get(name) for name in ("peak_flops_per_s", "peak_bytes_per_s")]
     flops_per_s, bytes_per_s = (math.nan if peak is None else float(peak) for peak in peaks)
     return StepWork(flops, num_bytes, flops_per_s, bytes_per_s, facts["device"])

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from serving.beams import BeamCounts
 from serving.draft_counts import DraftCounts
+from sim.draft_steps import DraftSteps
 from sim.fleet.record import FleetRecord
 
 Floats = npt.NDArray[np.float64]
@@ -199,6 +200,8 @@ class RunRecord:
     warnings: tuple[str, ...] = ()
     drafts: DraftCounts | None = None
     """What became of drafts; None without speculative decoding."""
+    draft_steps: DraftSteps | None = None
+    """What drafts add to the work of each step; None without speculative decoding, or where it was not kept."""
     beams: BeamCounts | None = None
     """What beam searches took; None without any."""
     meta: dict[str, Any] = field(default_factory=dict)

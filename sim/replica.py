@@ -20,6 +20,7 @@ from serving.plan import StepPlan
 from serving.request import Request
 from serving.scheduler import Scheduler
 from sim.clock import STEP, Clock
+from sim.draft_steps import DraftLog
 from sim.log import RequestLog, StepLog
 from sim.noise import NoiseStream
 from sim.pipeline import serve_pipeline
@@ -348,6 +349,7 @@ class Replica:
     def _price_drafts(self, plan: StepPlan, step: int) -> tuple[float, float]:
         """The same with drafts to verify and to make."""
         assert self._speculator is not None
+        self._speculator.note(step, plan)
         gpu_s = self._speculator.step_s(self.pricer, plan)
         if plan.swap_out or plan.swap_in:
             gpu_s += self.pricer.move_s(sum(len(move.sources) for move in (*plan.swap_out, *plan.swap_in)))
@@ -537,6 +539,11 @@ class Replica:
     def drafts(self) -> DraftCounts | None:
         """What became of drafts here; None where none are made."""
         return None if self._speculator is None else self._speculator.counts
+
+    @property
+    def draft_log(self) -> DraftLog | None:
+        """What drafts add to the work of its steps; None where none are made."""
+        return None if self._speculator is None else self._speculator.steps
 
     def settle(self) -> None:
         """Write down what unfinished requests have produced so far, when a run ends before they do."""

@@ -28,6 +28,7 @@ from serving.request import Request
 from serving.scheduler import Scheduler
 from serving.speculative_config import FLAG, SpeculativeConfig
 from sim.acceptance import Acceptance, make_acceptance
+from sim.draft_steps import DraftLog, draft_row
 from sim.record import Ints
 
 
@@ -63,6 +64,12 @@ class Speculator:
     speculation: Speculation
     acceptance: Acceptance
     counts: DraftCounts = field(default_factory=DraftCounts)
+    steps: DraftLog = field(default_factory=DraftLog)
+
+    def note(self, step: int, plan: StepPlan) -> None:
+        """Write down what drafts add to the work of a plan that is step number `step`."""
+        draft = self.speculation.draft
+        self.steps.add(step, draft_row(plan, None if draft is None else draft.own_cache))
 
     # ---- what it costs -------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from serving.scheduler import Scheduler
 from sim.beam import BeamSearches, check_beams
 from sim.clients import TOO_SLOW, Clients
 from sim.clock import Clock
+from sim.draft_steps import draft_steps
 from sim.fleet.fleet import Fleet
 from sim.fleet.plan import FleetPlan
 from sim.log import RequestLog, request_table, step_table
@@ -443,6 +444,7 @@ class _World:
             interrupted=interrupted,
             warnings=tuple(warnings),
             drafts=total(replica.drafts for replica in self.replicas),
+            draft_steps=draft_steps([r.draft_log for r in self.replicas], [len(log) for log in logs]),
             beams=None if self.beams is None else self.beams.counts,
             deliveries=deliveries,
             fleet=None if self.fleet is None else self.fleet.record(rows),
