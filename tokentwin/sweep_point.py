@@ -30,7 +30,7 @@ def run_point(base: Mapping[str, Any], params: Mapping[str, Any], run: int) -> d
     """
     job = point_job({**base, "seed": int(params.get("seed", base.get("seed", 0))) + run}, params)
     if job.replications == 1 and isinstance(job.workload, WorkloadSpec):
-        job = replace(job, workload=_loaded(job.workload, job.seed))
+        job = replace(job, workload=loaded(job.workload, job.seed))
     done = run_job(job)
     if done.record.interrupted:
         raise KeyboardInterrupt
@@ -99,5 +99,6 @@ _pricers: dict[tuple[Any, ...], StepPricer] = {}
 
 
 @lru_cache(maxsize=8)
-def _loaded(spec: WorkloadSpec, seed: int) -> Workload:
+def loaded(spec: WorkloadSpec, seed: int) -> Workload:
+    """A workload, kept for the points that share it."""
     return load_workload(spec, seed=seed)

@@ -362,3 +362,61 @@ def test_a_stopped_sweep_says_what_failed(tmp_path: Path) -> None:
     store.open({"base": {}}, resume=False)
     with pytest.raises(TokenTwinError, match=r"BENCH--osl=1, run 0: .*--model is missing"):
         run_sweep(spec, store, run_point, Local(1), continue_on_error=False)
+
+
+WRONG_BASES = [
+    ("model: lama-3.1-8b", "model", "did you mean 'llama-3.1-8b'"),
+    ("gpu: h20", "gpu", "did you mean 'h200'"),
+    ("policy: chunkd", "policy", "did you mean 'chunked'"),
+    ("max_num_batched_tokens: 0", "max_num_batched_tokens", "greater than or equal to 1"),
+    ("slo: [p95_tft:500]", "slo", "did you mean"),
+    ("goodput: {tft: 500}", "goodput", "did you mean 'ttft'"),
+    ("dataset_path: nowhere.csv", "dataset_path", "has no effect"),
+    ("dataset_name: azur", "dataset_name", "did you mean 'azure'"),
+    ("burstiness: -1", "burstiness", "must be a positive number"),
+    ("think-time: 3", "think-time", "has no effect on sessions of one turn"),
+    ("speculative_config: {method: eagle, num_speculative_tokens: 3}", "speculative_config", "not modelled"),
+    ("tensor_parallel_size: 3", "tensor_parallel_size", "does not divide"),
+]
+
+
+@pytest.mark.parametrize(("line", "key", "words"), WRONG_BASES)
+@pytest.mark.parametrize(
+    "way", ["grid: {max_num_seqs: [2, 64]}", "random: {points: 3, space: {seed: [1, 2]}}"]
+)
+def test_a_wrong_value_of_base_is_found_before_the_first_point(
+    folder: Path, capsys: pytest.CaptureFixture[str], line: str, key: str, words: str, way: str
+) -> None:
+    """And not once per point: one line with file, line and key."""
+    base = {"model": "llama-3.2-1b", "dataset_name": "random", "request_rate": 9, "num_prompts": 4}
+    base.pop(key, None)
+    rest = "".join(f"  {name}: {value}\n" for name, value in base.items())
+    path = write(folder, f"base:\n{rest}  {line}\n{way}\n")
+    assert main(["sweep", str(path), "--jobs", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path}: line {len(base) + 2}: base.{key}: ")
+    assert words in said
+    assert said.count("\n") == 1
+    assert not (folder / "results").exists()
+
+
+def test_a_missing_trace_of_base_is_found_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "base: {model: llama-3.2-1b, dataset_path: nowhere.csv}\ngrid: {rate_scale: [1, 2]}\n"
+    assert main(["sweep", str(write(folder, text)), "--dry-run"]) == 2
+    assert "line 1: base.dataset_path: nowhere.csv: no such file" in capsys.readouterr().err
+
+
+def test_a_value_of_the_command_line_is_not_blamed_on_the_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", str(write(folder, GRID)), "--gpu", "h20"]) == 2
+    assert capsys.readouterr().err.startswith("error: --gpu 'h20' is not a shipped profile")
+
+
+def test_what_is_wrong_with_single_points_is_kept_as_their_result(folder: Path) -> None:
+    text = BASE + "points: [{tensor_parallel_size: 3}, {tensor_parallel_size: 1}]\n"
+    assert main(["sweep", str(write(folder, text)), "--jobs", "1"]) == 1
+    assert rows(folder / "results" / "s", "status") == [("failed",), ("done",)]
+    # Every point replaces the wrong value: nothing is wrong with the sweep.
+    text = BASE.replace("osl: 4", "osl: 4, gpu: h20") + "points: [{gpu: h100}, {gpu: h200}]\n"
+    assert main(["sweep", str(write(folder, text, "t.yaml")), "--jobs", "1"]) == 0

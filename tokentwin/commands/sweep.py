@@ -27,6 +27,7 @@ from tokentwin.config_file import print_config, typed, with_config
 from tokentwin.flag_tables import DEPLOYMENT, PROMISES, RUN, TRAFFIC
 from tokentwin.flags import Flag, find, takes
 from tokentwin.provenance import ARGV, VERSION, git_commit
+from tokentwin.sweep_base import check_base
 from tokentwin.sweep_point import TENANTS, run_point
 
 FAILED = 1
@@ -174,7 +175,9 @@ def check_sweep(asked: SweepSpec, given: Mapping[str, Any], where: str) -> Sweep
             name = checked[0][0]
             space[name] = [value for _, value in checked] if isinstance(axis, list) else axis
         search = replace(search, space=space)
-    return replace(asked, base=base, points=points, search=search, num_runs=runs)
+    checked_sweep = replace(asked, base=base, points=points, search=search, num_runs=runs)
+    check_base(checked_sweep, given, where, BASE_FLAGS)
+    return checked_sweep
 
 
 def _file(given: Mapping[str, Any], name: str) -> list[Params]:
