@@ -2,7 +2,8 @@
 time line.
 
 Each replica is a process: a track of steps, counters of running and waiting requests and of KV pages, and one
-nested slice per request with its queue, prefill and decode.
+nested slice per request with its queue, prefill and decode. Where streams were followed over a network there are what it
+was blocked for before it went off, its way to the queue (send), and the rest of its last event's way (deliver).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sim.record import RunRecord, Status
 MAX_EVENTS = 1_000_000
 SLICE = 8192
 """Events encoded at a time."""
+NETWORK_STAGES = ("blocked", "network", "gateway", "detokenize", "reader")
 CLIENT_PID = 0
 """Process of requests that never reached a replica."""
 Event = dict[str, Any]
@@ -75,10 +77,10 @@ def _trace(record: RunRecord, max_events: int) -> tuple[dict[str, Any], Iterator
 def _cut_s(record: RunRecord, max_events: int) -> float:
     """The time at which the trace would hold more than `max_events` events; infinite when it never does.
 
-    A step makes at most three events, counters included, and a request eight.
+    A step makes at most three events, counters included, and a request fourteen.
     """
     at_s = np.concatenate([record.steps.start_s, record.requests.sent_s])
-    weight = np.concatenate([np.full(len(record.steps), 3), np.full(len(record.requests), 8)])
+    weight = np.concatenate([np.full(len(record.steps), 3), np.full(len(record.requests), 14)])
     order = np.argsort(at_s, kind="stable")
     over = np.flatnonzero(np.cumsum(weight[order]) > max_events)
     return float(at_s[order[over[0]]]) if len(over) else math.inf
@@ -161,6 +163,8 @@ def _requests(record: RunRecord, until_s: float) -> Iterator[Event]:
         args = {name: columns[name][i] for name in shown}
         args["tenant"] = record.tenants[columns["tenant"][i]].name
         args["status"] = Status(columns["status"][i]).name.lower()
+        if record.deliveries is not None:
+            args |= {f"{name}_ms": round(columns[f"{name}_s"][i] * 1e3, 6) for name in NETWORK_STAGES}
         common = {"cat": "request", "id": number, "pid": max(columns["replica"][i] + 1, CLIENT_PID), "tid": 0}
         if columns["status"][i] == Status.REJECTED:
             yield {
@@ -178,12 +182,22 @@ def _requests(record: RunRecord, until_s: float) -> Iterator[Event]:
         last_s = columns["last_token_s"][i]
         end_s = max(record.end_s if math.isnan(last_s) else last_s, known[-1])
         yield {"ph": "b", "name": f"request {number}", "ts": _us(sent_s), "args": args} | common
-        for name, start_s, stop_s in zip(
-            ("queue", "prefill", "decode"), known[1:4], [*known[2:5], end_s], strict=False
-        ):
+        stages = list(zip(("queue", "prefill", "decode"), known[1:4], [*known[2:5], end_s], strict=False))
+        if record.deliveries is not None:
+            stages = _with_network(stages, known, sent_s + columns["held_s"][i], end_s)
+        for name, start_s, stop_s in stages:
             yield {"ph": "b", "name": name, "ts": _us(start_s)} | common
             yield {"ph": "e", "name": name, "ts": _us(stop_s)} | common
         yield {"ph": "e", "name": f"request {number}", "ts": _us(end_s)} | common
+
+
+def _with_network(
+    stages: list[tuple[str, float, float]], known: list[float], off_s: float, end_s: float
+) -> list[tuple[str, float, float]]:
+    """What is before and after the engine, where there is any; `known` are the moments from sending on."""
+    before = [("blocked", known[0], off_s), ("send", off_s, known[1] if len(known) > 1 else end_s)]
+    after = [("deliver", known[4], end_s)] if len(known) == 5 else []
+    return [each for each in (*before, *stages, *after) if each in stages or each[2] > each[1]]
 
 
 def _us(seconds: float) -> float:

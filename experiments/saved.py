@@ -20,16 +20,16 @@ from experiments.report_figures import Roofline, step_roofline
 from experiments.results import CERTAINTY, EVENTS, FLEET_COLUMNS, STEPS, TOKENS, load_run
 from serving.beams import BeamCounts
 from serving.draft_counts import DraftCounts
+from serving.draft_steps import NAMES as DRAFT_COLUMNS
+from serving.draft_steps import DraftSteps
 from serving.errors import TokenTwinError, UsageError
 from sim.certainty import Certainty
-from sim.draft_steps import NAMES as DRAFT_COLUMNS
-from sim.draft_steps import DraftSteps
 from sim.fleet.record import FleetRecord
 from sim.latency import DEFAULT_PERCENTILES
 from sim.meta import meta_value
 from sim.metrics import Summary, summarise
 from sim.record import (
-    OPTIONAL_STAGES,
+    OPTIONAL_COLUMNS,
     Deliveries,
     Ints,
     RequestTable,
@@ -111,7 +111,7 @@ def load_record(folder: str | Path) -> RunRecord:
         columns = {
             f.name: _column(requests, f.name)
             for f in fields(RequestTable)
-            if f.name in there or f.name not in OPTIONAL_STAGES
+            if f.name in there or f.name not in OPTIONAL_COLUMNS
         }
         codes = {status.name.lower(): int(status) for status in Status}
         columns["status"] = np.array([codes[word] for word in columns["status"]], np.int64)

@@ -10,16 +10,26 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sim.meta import meta_value
 from sim.record import RunRecord, Status
 
 REQUEST = "llm_request"
 STAGES = ("queue", "prefill", "decode", "stream")
+NETWORK_COLUMNS = ("blocked_s", "network_s", "gateway_s", "detokenize_s", "reader_s")
 INTERNAL, SERVER = 1, 2
 """Values of OTLP's SpanKind."""
 
+TIMES = (
+    "sent_s",
+    "queued_s",
+    "scheduled_s",
+    "prefill_done_s",
+    "engine_done_s",
+    "first_token_s",
+    "last_token_s",
+)
 Value = str | int | float | bool | tuple[str, ...]
 
 
@@ -59,11 +69,14 @@ class Moments:
     received_last_s: float
     end_s: float
     """The end of the request's span, whatever became of it."""
+    off_s: float = math.nan
+    """When it went off, where the client's network was followed."""
 
     def stages(self) -> dict[str, tuple[float, float]]:
         """Start and end of each stage that was entered; one that was not left lasts until `end_s`.
 
-        `stream` is what the client sees, from its first token to its last, so that it lies beside decode.
+        `stream` is what the client sees, from its first token to its last, so that it lies beside decode. Over a network
+        there are also `blocked` (before it goes off), `send` (until it is queued) and `deliver` (after the engine).
         """
         found = {
             "queue": (self.queued_s, self.scheduled_s),
@@ -71,6 +84,15 @@ class Moments:
             "decode": (self.first_token_s, self.done_s),
             "stream": (self.received_first_s, self.received_last_s),
         }
+        if not math.isnan(self.off_s):
+            network = {
+                "blocked": (self.sent_s, self.off_s),
+                "send": (self.off_s, self.queued_s),
+                "deliver": (self.done_s, self.received_last_s),
+            }
+            found |= {
+                name: (start_s, stop_s) for name, (start_s, stop_s) in network.items() if stop_s > start_s
+            }
         return {
             name: (start_s, self.end_s if math.isnan(stop_s) else stop_s)
             for name, (start_s, stop_s) in found.items()
@@ -161,6 +183,8 @@ def run_spans(record: RunRecord, origin_ns: int, *, sample_ratio: float = 1.0) -
             "tokentwin.preemptions": row["preemptions"],
             "tokentwin.tenant": record.tenants[row["tenant"]].name,
         }
+        if record.deliveries is not None:
+            attributes |= {f"tokentwin.{name}": row[name] for name in NETWORK_COLUMNS}
         if row["replica"] >= 0:
             attributes["tokentwin.replica"] = row["replica"]
         if status is Status.FINISHED:
@@ -171,7 +195,10 @@ def run_spans(record: RunRecord, origin_ns: int, *, sample_ratio: float = 1.0) -
         if error:
             attributes["error.type"] = status.name.lower()
         trace_id = digest(backend, origin_ns, seed, number, size=16)
-        yield make_spans(_moments(row, record.end_s), trace_id, origin_ns, attributes, error=error)
+        moments = _moments(row, record.end_s)
+        if record.deliveries is not None:
+            moments = replace(moments, off_s=row["sent_s"] + row["held_s"])
+        yield make_spans(moments, trace_id, origin_ns, attributes, error=error)
 
 
 def common_attributes(
@@ -202,7 +229,7 @@ def _moments(row: Mapping[str, float], run_end_s: float) -> Moments:
     elif status is Status.REJECTED:
         end_s = row["sent_s"] if math.isnan(queued_s) else queued_s
     else:
-        seen = [row[name] for name in row if name.endswith("_s") and name not in ("network_s", "tokenize_s")]
+        seen = [row[name] for name in TIMES]
         end_s = max([run_end_s, *(time_s for time_s in seen if not math.isnan(time_s))])
     refused = status is Status.REJECTED
     return Moments(

@@ -104,6 +104,7 @@ class Clients:
         self.streams: dict[int, Stream] = {}
         self.requests: dict[int, Request] = {}
         """As the scheduler last saw them, of answers that are not whole."""
+        self.held_s = [0.0] * count
         self.blocked_s, self.way_in_s = [0.0] * count, [0.0] * count
         self.way_out_s, self.reader_s = [0.0] * count, [0.0] * count
         self._closed: dict[int, list[tuple[int, ...]]] = {}
@@ -169,7 +170,7 @@ class Clients:
         begins_s = max(now_s + opening_s, client.up_free_s)
         upload_s = self._prompt[row] * net.token_bytes * line.up_s_per_byte
         client.up_free_s = begins_s + upload_s
-        self.blocked_s[row] = now_s - self.log.sent_s[row] + (begins_s - (now_s + opening_s))
+        self.held_s[row] = now_s - self.log.sent_s[row] + (begins_s - (now_s + opening_s))
         self.way_in_s[row] = opening_s + upload_s + line.rtt_s / 2
         there_s = begins_s + (upload_s + line.rtt_s / 2 + self._overhead_s + self._tokenize_s[row])
         if there_s > now_s:
@@ -255,7 +256,7 @@ class Clients:
         at_once_s, read_s = alone(stream, channel, line.down_s_per_byte)
         self.way_out_s[row] = at_once_s - left_s
         self.reader_s[row] = read_s - at_once_s
-        self.blocked_s[row] += max(seen_s - read_s, 0.0)
+        self.blocked_s[row] = max(seen_s - read_s, 0.0)
 
     # ---- the tokens of engines ---------------------------------------------------------------------------------
 
@@ -363,7 +364,8 @@ class Clients:
             "last_token_s": last_s,
             "network_s": way_s[rows],
             "gateway_s": requests.gateway_s + self.net.gateway_event_s,
-            "blocked_s": np.array(self.blocked_s)[rows],
+            "blocked_s": (np.array(self.held_s) + np.array(self.blocked_s))[rows],
+            "held_s": np.array(self.held_s)[rows],
             "reader_s": np.array(self.reader_s)[rows],
         }
         return replace(requests, **columns), d

@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from serving.beams import BeamCounts
 from serving.draft_counts import DraftCounts
-from sim.draft_steps import DraftSteps
+from serving.draft_steps import DraftSteps
 from sim.fleet.record import FleetRecord
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-OPTIONAL_STAGES = ("blocked_s", "gateway_s", "detokenize_s", "reader_s")
+OPTIONAL_COLUMNS = ("blocked_s", "held_s", "gateway_s", "detokenize_s", "reader_s")
 """Columns of the request table that older runs and the engine's do not have."""
 
 
@@ -74,14 +74,16 @@ class RequestTable:
     """Finish reason ("length", "stop"), the reason of a rejection in words, or "" while unfinished."""
     blocked_s: Floats = field(default_factory=lambda: np.empty(0))
     """What other requests of the same client cost: waiting for a connection, for their bytes on the line, for answers
-    that have to come first. This and the next three are shares of E2EL, and 0 in runs that do not know them."""
+    that have to come first. This, gateway, detokenize and reader are shares of E2EL; 0 in runs that do not know them."""
+    held_s: Floats = field(default_factory=lambda: np.empty(0))
+    """Of it, what passed before the request went off."""
     gateway_s: Floats = field(default_factory=lambda: np.empty(0))
     detokenize_s: Floats = field(default_factory=lambda: np.empty(0))
     reader_s: Floats = field(default_factory=lambda: np.empty(0))
     """What is due to the client's own reading, or to the window that it leaves the sender."""
 
     def __post_init__(self) -> None:
-        for name in OPTIONAL_STAGES:
+        for name in OPTIONAL_COLUMNS:
             if len(getattr(self, name)) != len(self.request_id):
                 object.__setattr__(self, name, np.zeros(len(self.request_id)))
 

@@ -144,7 +144,7 @@ def test_every_request_is_finished_rejected_or_unfinished(
 # ---- scale -----------------------------------------------------------------------------------------------------------
 
 TIMES = ("sent_s", "queued_s", "scheduled_s", "prefill_done_s", "engine_done_s", "first_token_s", "last_token_s",
-         "network_s", "tokenize_s", "blocked_s", "gateway_s", "detokenize_s", "reader_s")  # fmt: skip
+         "network_s", "tokenize_s", "blocked_s", "held_s", "gateway_s", "detokenize_s", "reader_s")  # fmt: skip
 
 
 @settings(max_examples=100, deadline=None)
