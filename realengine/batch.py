@@ -39,31 +39,20 @@ class Batch:
 
 
 @dataclass(slots=True)
-class ChunkWindow:
-    """A chunk of positions `begin` to `end`: those from `ring_first` on are in the ring, before `begin` at `slots`."""
-
-    begin: int
-    end: int
-    ring_first: int
-    slots: Tensor
-
-
-@dataclass(slots=True)
 class RecentWindow:
-    """Where a step reads and writes the rings of the last `tokens` tokens of each sequence. D decodes."""
+    """Where a step reads and writes rings of the last `tokens` tokens (`realengine.kernels.recent_ref`)."""
 
     tokens: int
-    write_rows: Tensor
-    """Rows of T that the rings keep, int64."""
-    write_slots: Tensor
+    seats: Tensor
+    """Whose ring each sequence has, int64 [B]."""
+    first: Tensor
+    """First position of each sequence that its ring may hold, int64 [B]."""
+    slots: Tensor
+    """Where in the rings decodes write their tokens, int64 [T]; negative: nowhere."""
+    late_rows: Tensor
+    """Rows of T of chunks that the rings keep, int64; written last, since queries still read what they replace."""
+    late_slots: Tensor
     """Their places."""
-    decode_slots: Tensor
-    """Places of the last tokens of each decode, its new one included, int64 [D, tokens]."""
-    decode_seen: Tensor
-    """Which of them there are, bool [D, tokens]."""
-    decode_old: Tensor
-    """Tokens of each decode that are read from pages, int64 [D]."""
-    chunks: list[ChunkWindow]
 
 
 @dataclass(slots=True)

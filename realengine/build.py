@@ -135,7 +135,7 @@ def _build_runner(
 ) -> tuple[Runner, SchedulerConfig]:
     device, dtype = options.torch_device(), options.torch_dtype()
     recent, drafts = options.kv_cache_recent_tokens, options.speculative is not None
-    check_recent(recent, options.kv_cache_dtype, device, speculative=drafts)
+    check_recent(recent, options.kv_cache_dtype, speculative=drafts)
     longest = min(limits.max_model_len, source.architecture.shape.max_position_embeddings)
     limits = replace(limits, max_model_len=longest)
     model = load(
@@ -193,7 +193,7 @@ def make_runner(
     step = StepRunner(model, caches, swap, num_seats(limits), device)
     if recent := model.kv_recent_tokens:
         dim = model.architecture.shape.head_dim
-        step.recent = RecentTokens(caches, num_seats(limits), recent, dim, dtype)
+        step.recent = RecentTokens(caches, num_seats(limits), recent, dim, dtype, device)
     if device.type == "cuda":
         from realengine.cuda import CudaRunner
 
@@ -232,7 +232,7 @@ def pages_that_fit(
         limits.max_num_seqs * (1 + limits.num_speculative_tokens) * shape.vocab_size * (dtype.itemsize + 8)
     )
     activations += kept_distributions_bytes(limits, shape.vocab_size)
-    room = int(total * utilization) - (total - free) - activations
+    room = int(total * utilization) - (total - free) - activations - recent_bytes(model, limits, dtype)
     if room < page_bytes:
         raise InfeasibleError(
             f"{shape.name} leaves {max(room, 0) / 2**30:.2f} GiB for the KV cache at --gpu-memory-utilization "

@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from realengine.batch import Batch
+from realengine.batch import Batch, RecentWindow
 from realengine.inputs import StepInputs
+from realengine.quant_recent import RecentRows
 from realengine.runner import Drawn, StepRunner
 from realengine.seats import Draws
 
@@ -102,8 +103,10 @@ class Uploads:
         }
 
 
-def arrays_of(record: StepInputs | Draws) -> list[Array]:
+def arrays_of(record: StepInputs | Draws | RecentRows | None) -> list[Array]:
     """Every array of a step's description."""
+    if record is None:
+        return []
     values = (getattr(record, field.name) for field in fields(record))
     return [value for value in values if isinstance(value, np.ndarray)]
 
@@ -149,12 +152,15 @@ class DecodeGraphs:
 
     def _arrays(self, size: int) -> list[Array]:
         integers = [np.zeros(size, np.int64) for _ in range(4)]
-        return [
+        arrays: list[Array] = [
             *integers,
             np.zeros(size, np.bool_),
             np.zeros((size, self._width), np.int32),
             np.zeros(size, np.int32),
         ]
+        if self._step.recent is not None:  # padding rows write to no ring
+            arrays += [np.zeros(size, np.int64), np.full(size, -1, np.int64)]
+        return arrays
 
     def record(self) -> None:
         """Record every size, the largest first, so that the smaller ones reuse its memory."""
@@ -164,15 +170,20 @@ class DecodeGraphs:
     def _record(self, size: int) -> None:
         arrays = self._arrays(size)
         layout = packing(arrays)
-        ids, seats, positions, slots, in_flight, table, lengths = (
+        ids, seats, positions, slots, in_flight, table, lengths, *recent = (
             view_as(self._buffer, offset, array) for offset, array in zip(layout.offsets, arrays, strict=True)
         )
         step = self._step
+        window = None
+        if step.recent is not None:
+            first, ring_slots = recent
+            nothing = seats[:0]
+            window = RecentWindow(step.recent.tokens, seats, first, ring_slots, nothing, nothing)
 
         def forward() -> Tensor:
             known = torch.where(in_flight, step.last_token[seats], ids)
             starts = torch.zeros(1, dtype=torch.int32, device=step.device)
-            batch = Batch(known, positions, slots, table, lengths, starts, size, 1, 0, None)
+            batch = Batch(known, positions, slots, table, lengths, starts, size, 1, 0, None, window)
             return step.model.forward(batch, step.caches)
 
         self._recordings[size] = self._recorder(forward)
@@ -191,6 +202,8 @@ class DecodeGraphs:
             arrays[4][:rows] = inputs.in_flight
         arrays[5][:rows, : inputs.page_table.shape[1]] = inputs.page_table
         arrays[6][:rows] = inputs.context_len  # padding rows have context 0 and write to page 0
+        if inputs.recent is not None:
+            arrays[7][:rows], arrays[8][:rows] = inputs.recent.first, inputs.recent.slots
         self._uploads.send(arrays, self._buffer)
         compute_again, logits = self._recordings[size]
         compute_again()
@@ -214,9 +227,14 @@ class CudaRunner:
         begun, arrived = _timer(), _timer()
         with torch.cuda.stream(self._stream), torch.inference_mode():
             begun.record(self._stream)
+            self.step.prepare(inputs)
             self.step.move_pages(inputs.moves)
             logits = self._graphs.replay(inputs) if self._graphs is not None else None
-            arrays = arrays_of(draws) + (arrays_of(inputs) if logits is None else sampling_arrays(inputs))
+            arrays = arrays_of(draws)
+            if logits is None:
+                arrays += arrays_of(inputs) + arrays_of(inputs.recent)
+            else:
+                arrays += sampling_arrays(inputs)
             sent = self._uploads.send(arrays)
 
             def put(array: Array) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,9 @@ from realengine.seats import Seats
 from serving.plan import Slots, StepPlan
 from serving.sequences import Sequences
 from serving.swap import Move
+
+if TYPE_CHECKING:
+    from realengine.quant_recent import RecentRows
 
 Ints = npt.NDArray[np.int64]
 
@@ -67,6 +71,8 @@ class StepInputs:
     """How often somebody has sat down in each token's seat [T]: a change means another sequence."""
     draft: DraftInputs | None = None
     """What to verify and to draft; `sample_rows` and `sample_positions` are then [R], one for each token verified."""
+    recent: RecentRows | None = None
+    """Where rings of recent tokens are read and written; set by the runner that has them."""
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,7 @@ from realengine.batch import Batch, LayerCache
 from realengine.kernels import Operators, operators
 from realengine.quant import Matrix
 from realengine.quant_kernels import kernel_linear
+from realengine.recent_kernels import NoRecent, RecentLayer
 
 if TYPE_CHECKING:
     from realengine.models import HeadNorms
@@ -22,6 +23,7 @@ Linear = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out]."""
 Weight = Tensor | Matrix
 """A matrix [out, in], plain or quantised."""
+NO_RECENT = NoRecent()
 
 
 class Attend(Protocol):
@@ -103,8 +105,12 @@ class KernelOps:
             q, k, v = torch.split(qkv.view(len(qkv), -1, dim), [num_heads, num_kv_heads, num_kv_heads], 1)
             named = {"q_norm": norms.q, "k_norm": norms.k, "eps": norms.eps} if norms is not None else {}
             scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+            recent = NO_RECENT if batch.recent is None else RecentLayer(batch, cache, k, v)
             q = kernels.rotary_write_kv(
-                q, k, v, cos, sin, batch.positions, cache.k, cache.v, batch.slots, **named, **scales
+                *(q, k, v, cos, sin, batch.positions, cache.k, cache.v, batch.slots),
+                **named,
+                **scales,
+                **recent.write,
             )
             out = torch.empty_like(q)
             scale = dim**-0.5
@@ -120,6 +126,7 @@ class KernelOps:
                         out[:decodes],
                     ),
                     **scales,
+                    **recent.decodes,
                 )
             if decodes < len(tables):
                 kernels.paged_prefill_attention(
@@ -133,7 +140,9 @@ class KernelOps:
                     batch.max_query,
                     out[decodes:],
                     **scales,
+                    **recent.chunks,
                 )
+                recent.keep(kernels)
             return out.view(len(qkv), -1)
 
         return attend

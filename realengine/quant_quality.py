@@ -60,7 +60,7 @@ def read_window(step: StepRunner, ids: Tensor) -> Tensor:
         max_query=count,
         longest=count,
         sample_rows=None,
-        recent=None if step.recent is None else step.recent.whole(count),
+        recent=None if step.recent is None else step.recent.whole(count, device),
     )
     return step.model.forward(batch, step.caches).float().cpu()
 

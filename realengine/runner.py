@@ -108,6 +108,11 @@ class StepRunner:
             for cache in self.paged:
                 self._kernels.copy_pages(cache.tensors, sources, targets)
 
+    def prepare(self, inputs: StepInputs) -> None:
+        """What a step needs to know of the steps before it: once a step, in their order."""
+        if self.recent is not None:
+            inputs.recent = self.recent.rows(inputs)
+
     def batch(self, inputs: StepInputs, put: Callable[[npt.NDArray[np.generic]], Tensor]) -> Batch:
         """The step's tensors; `put` brings an array to the device."""
         ids = put(inputs.ids)
@@ -125,7 +130,7 @@ class StepRunner:
             max_query=inputs.max_query,
             longest=inputs.longest,
             sample_rows=None if every_row else put(inputs.sample_rows),
-            recent=None if self.recent is None else self.recent.window(inputs, put),
+            recent=None if inputs.recent is None else inputs.recent.window(put),
         )
 
     def draw(
@@ -161,6 +166,7 @@ class StepRunner:
     ) -> Drawn:
         """The whole step at once, for devices without a queue of their own."""
         begun_s = time.perf_counter()
+        self.prepare(inputs)
         self.move_pages(inputs.moves)
         logits = self.model.forward(self.batch(inputs, put), self.caches)
         if not len(inputs.sample_rows):

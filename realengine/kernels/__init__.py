@@ -32,6 +32,7 @@ MODULES = {
     "sampling_probs": "sampling",
     "verify": "verification",
     "copy_pages": "page_copy",
+    "write_recent": "recent",
 }
 """Operator -> the module that holds it (and, with `_ref` appended, its reference)."""
 

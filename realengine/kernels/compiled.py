@@ -28,11 +28,13 @@ from realengine.kernels import (
     page_copy,
     prefill_attention,
     quant_gemm,
+    recent,
     rotary,
     sampling,
     verification,
 )
 from realengine.kernels.launch import INTERPRETING, Device, Launch, assume
+from realengine.kernels.recent_ref import Recent
 
 DEVICES = {
     80: Device("sm_80", 80, 108),
@@ -108,6 +110,16 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
         yield Case(f"decode, {shape}", build, streams=True, least_arch=arch)
         build = partial(_prefill, heads, kv_heads, dim, bits)
         yield Case(f"prefill, {shape}", build, streams=True, products=True, least_arch=arch)
+    mixed = [(32, 8, 128, 8), (32, 8, 128, 4)]
+    if not quick:
+        mixed += [(32, 8, 128, FP8), (9, 3, 64, 4), (32, 32, 80, 8), (32, 32, 96, 4), (64, 8, 128, 8)]
+    for heads, kv_heads, dim, bits in mixed:
+        shape = f"{heads}/{kv_heads} heads of {dim}, {KV_NAMES[bits]}, last {WINDOW} as they were"
+        arch = 90 if bits == FP8 else 80
+        build = partial(_decode, heads, kv_heads, dim, bits, rings=True)
+        yield Case(f"decode, {shape}", build, streams=True, least_arch=arch)
+        build = partial(_prefill, heads, kv_heads, dim, bits, rings=True)
+        yield Case(f"prefill, {shape}", build, streams=True, products=True, least_arch=arch)
     if not quick:
         yield Case("decode, 32/8 heads of 128, float32", partial(_decode, 32, 8, 128, 32), streams=True)
         yield Case("prefill, 32/8 heads of 128, float32", partial(_prefill, 32, 8, 128, 32), streams=True)
@@ -127,6 +139,10 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
         yield Case(f"rotary + KV write, {KV_NAMES[bits]}", build, streams=True, least_arch=arch)
     yield Case("rotary + KV write, qk-norm", partial(_rotary, 16, norm=True), streams=True)
     for bits in (8, 4):
+        name = f"rotary + KV write, {KV_NAMES[bits]} and rings"
+        yield Case(name, partial(_rotary, bits, norm=True, rings=True), streams=True)
+    yield Case("write to rings", _write_recent, streams=True)
+    for bits in (8, 4):
         yield Case(f"quantise KV, {KV_NAMES[bits]}", partial(_quantize, bits), streams=True)
         yield Case(f"dequantise KV, {KV_NAMES[bits]}", partial(_dequantize, bits), streams=True)
     yield Case("page copy", _page_copy, streams=True)
@@ -138,6 +154,7 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
 
 FP8 = -8
 """e4m3: as many bits as int8, and no scales."""
+WINDOW = 128
 KV_NAMES = {16: "bf16", 8: "int8", 4: "int4", FP8: "fp8"}
 
 
@@ -148,7 +165,13 @@ def _cache(kv_heads: int, dim: int, bits: int) -> tuple[Tensor, Tensor | None]:
     return meta(1024, 16, kv_heads, width, dtype=kind), scale
 
 
-def _decode(heads: int, kv_heads: int, dim: int, bits: int) -> list[Launch]:
+def _recent(sequences: int, kv_heads: int, dim: int) -> Recent:
+    ring = meta(64 * WINDOW, kv_heads, dim)
+    whose = meta(sequences, dtype=I64)
+    return Recent(ring, ring, whose, whose, WINDOW)
+
+
+def _decode(heads: int, kv_heads: int, dim: int, bits: int, *, rings: bool = False) -> list[Launch]:
     cache, scale = _cache(kv_heads, dim, bits)
     table, lengths = meta(64, 256, dtype=I32), meta(64, dtype=I32)
     return decode_attention.decode_launches(
@@ -161,15 +184,19 @@ def _decode(heads: int, kv_heads: int, dim: int, bits: int) -> list[Launch]:
         None,
         scale,
         scale,
+        recent=_recent(64, kv_heads, dim) if rings else None,
     )[0]
 
 
-def _prefill(heads: int, kv_heads: int, dim: int, bits: int) -> list[Launch]:
+def _prefill(heads: int, kv_heads: int, dim: int, bits: int, *, rings: bool = False) -> list[Launch]:
     cache, scale = _cache(kv_heads, dim, bits)
     table, starts, lengths = meta(4, 256, dtype=I32), meta(5, dtype=I32), meta(4, dtype=I32)
     q = meta(4096, heads, dim, dtype=F32 if bits == 32 else BF16)
+    qkv = meta(4096, heads + 2 * kv_heads, dim)
     launch, _ = prefill_attention.prefill_launch(
-        q, cache, cache, table, starts, lengths, dim**-0.5, 1024, None, scale, scale
+        *(q, cache, cache, table, starts, lengths, dim**-0.5, 1024, None, scale, scale),
+        recent=_recent(4, kv_heads, dim) if rings else None,
+        new=(meta(4096, kv_heads, dim), qkv[:, -kv_heads:]) if rings else None,
     )
     return [launch]
 
@@ -187,16 +214,23 @@ def _norm(*, residual: bool) -> list[Launch]:
     return [norm.rms_norm_launch(rows, meta(4096), 1e-5, rows if residual else None)[0]]
 
 
-def _rotary(bits: int, *, norm: bool) -> list[Launch]:
+def _rotary(bits: int, *, norm: bool, rings: bool = False) -> list[Launch]:
     cache, scale = _cache(8, 128, bits)
     table = meta(8192, 64, dtype=F32)
     q, k = meta(64, 32, 128), meta(64, 8, 128)
     weight = meta(128) if norm else None
     where = meta(64, dtype=I64)
     launch, _ = rotary.rotary_write_kv_launch(
-        q, k, k, table, table, where, cache, cache, where, weight, weight, 1e-6, scale, scale
+        *(q, k, k, table, table, where, cache, cache, where, weight, weight, 1e-6, scale, scale),
+        k_out=k if rings else None,
+        recent=(meta(4096, 8, 128), meta(4096, 8, 128), where) if rings else None,
     )
     return [launch]
+
+
+def _write_recent() -> list[Launch]:
+    new, ring, where = meta(4096, 8, 128), meta(4096, 8, 128), meta(512, dtype=I64)
+    return [recent.write_recent_launch(new, new, where, where, ring, ring)]
 
 
 def _quantize(bits: int) -> list[Launch]:

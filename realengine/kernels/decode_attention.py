@@ -10,6 +10,9 @@ What limits it is reading K and V once: 2 · context · kv_heads · head_dim num
 * every sequence is cut into the same number of parts, chosen on the host from the batch, the KV heads and the number of
   multiprocessors, and a part's length is computed on the device from `context_len`: lengths are never read back, the
   grid is an upper bound, and parts beyond the end return at once. One graph of a padded batch serves every length.
+
+With recent tokens kept as they were (`recent_ref`) a sequence's tiles are those of its pages and then those of its ring:
+both are divided among its parts, and joined, as one.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from realengine.kernels import recent as recents
 from realengine.kernels.launch import TRITON_TYPES, Device, Launch, Tile, ceil_div, device_of, jit, power_of_2
+from realengine.kernels.recent import attend_recent, num_blocks
+from realengine.kernels.recent_ref import Recent
 from realengine.kernels.tune import tile_for
 
 ROWS = 16
@@ -86,18 +92,19 @@ def load_tile(  # type: ignore[no-untyped-def]
 
 @jit
 def decode_attention_kernel(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, k_scale, v_scale, page_table, context_len, out, parts, sizes,
-    q_row, out_row, table_row, slot_row, scale,
+    q, k_cache, v_cache, k_scale, v_scale, page_table, context_len, recent_k, recent_v, seats, started, out,
+    parts, sizes, q_row, out_row, table_row, slot_row, scale,
     GROUP: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
     PAGE: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST_BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    RECENT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence for one KV head. `scale` includes log2(e): exponentials are powers of two."""
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
     context = tl.load(context_len + seq)
-    blocks = tl.cdiv(context, BLOCK)
+    edge, pages, blocks = num_blocks(context, started + seq if WINDOW else None, BLOCK, WINDOW, RECENT)
     per_split = tl.maximum(tl.cdiv(blocks, SPLITS), LEAST_BLOCKS)
     first = split * per_split
     last = tl.minimum(first + per_split, blocks)
@@ -111,6 +118,8 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     q_at = q + seq * q_row + head[:, None] * D + cells[None, :]
     q_low = tl.load(q_at, mask=real, other=0.0).to(COMPUTE)
     acc_low = tl.zeros((ROWS, PAD), tl.float32)
+    q_high = q_low
+    acc_high = 0.0
     if BITS == 4:
         q_high = tl.load(q_at + WIDTH, mask=real, other=0.0).to(COMPUTE)
         acc_high = tl.zeros((ROWS, PAD), tl.float32)
@@ -118,9 +127,16 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((ROWS,), tl.float32)
     table = page_table + seq * table_row
 
-    for block in range(first, last):
+    if WINDOW:
+        ring = tl.load(seats + seq) * WINDOW
+        acc_low, acc_high, top, total = attend_recent(
+            acc_low, acc_high, top, total, q_low, q_high, tl.maximum(first - pages, 0), last - pages, edge,
+            context, None, None, recent_k + kv_head * D, recent_v + kv_head * D, ring, KVH * D, KVH * D, scale,
+            WINDOW, D, WIDTH, PAD, BITS, COMPUTE, RECENT, STAGES, False,
+        )  # fmt: skip
+    for block in range(first, tl.minimum(last, pages) if WINDOW else last):
         token = block * BLOCK + tl.arange(0, BLOCK)
-        inside = token < context
+        inside = token < edge
         page = tl.load(table + token // PAGE, mask=inside, other=0)
         slots = page * PAGE + token % PAGE
         k_low, k_high, k_step = load_tile(
@@ -162,13 +178,15 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def join_parts_kernel(  # type: ignore[no-untyped-def]
-    parts, sizes, context_len, out, out_row, H: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
+    parts, sizes, context_len, started, out, out_row, H: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
     SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, LEAST_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
     """The parts of one head, weighted by their softmax sums 2^size."""
     head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
-    blocks = tl.cdiv(tl.load(context_len + seq), BLOCK)
+    context = tl.load(context_len + seq)
+    _, _, blocks = num_blocks(context, started + seq if WINDOW else None, BLOCK, WINDOW, RECENT)
     per_split = tl.maximum(tl.cdiv(blocks, SPLITS), LEAST_BLOCKS)
     used = tl.cdiv(blocks, per_split)
     split = tl.arange(0, SPLITS_PAD)
@@ -195,10 +213,11 @@ def paged_decode_attention(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    recent: Recent | None = None,
 ) -> Tensor:
     """See `decode_attention_ref`. The width of `page_table` bounds the context, and so the number of parts."""
     launches, out = decode_launches(
-        q, k_cache, v_cache, page_table, context_len, scale, out, k_scale, v_scale
+        q, k_cache, v_cache, page_table, context_len, scale, out, k_scale, v_scale, recent=recent
     )
     for launch in launches:
         launch.run()
@@ -216,6 +235,7 @@ def decode_launches(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     tile: Tile | None = None,
+    recent: Recent | None = None,
 ) -> tuple[list[Launch], Tensor]:
     """The one or two launches, and the output."""
     batch, heads, dim = q.shape
@@ -227,7 +247,7 @@ def decode_launches(
     if tile is None and q.dtype == torch.float32 and device.arch:
         tile = FLOAT32_TILE
     tiles = INT4_TILES if bits == 4 else TILES
-    tile = tile or tile_for("decode_attention", f"d{dim}b{bits}", tiles, device)
+    tile = tile or tile_for("decode_attention", f"d{dim}b{bits}" + "r" * bool(recent), tiles, device)
     longest = page_table.shape[1] * page
     splits = num_splits(device, batch, kv_heads, longest)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -241,11 +261,13 @@ def decode_launches(
         "LEAST_BLOCKS": ceil_div(LEAST_TOKENS, tile.columns),
         "BLOCK": tile.columns,
     }
+    window = recents.constants(recent, device, tile)
+    rings = (None,) * 4 if recent is None else (recent.k, recent.v, recent.seats, recent.first)
     attend = Launch(
         decode_attention_kernel,
         (kv_heads, splits, batch),
         (
-            *(q, k_cache, v_cache, k_scale, v_scale, page_table, context_len, out, parts, sizes),
+            *(q, k_cache, v_cache, k_scale, v_scale, page_table, context_len, *rings, out, parts, sizes),
             *(q.stride(0), out.stride(0), page_table.stride(0), kv_heads * width, scale * math.log2(math.e)),
         ),
         {
@@ -258,17 +280,19 @@ def decode_launches(
             "BITS": bits,
             "COMPUTE": TRITON_TYPES[q.dtype],
             "ROWS": ROWS,
+            **window,
         },
         tile.warps,
         tile.stages,
     )
     if splits == 1:
         return [attend], out
+    shared |= {"WINDOW": window["WINDOW"], "RECENT": window["RECENT"]}
     constants = {**shared, "H": heads, "PAD": power_of_2(dim), "SPLITS_PAD": power_of_2(splits)}
     join = Launch(
         join_parts_kernel,
         (heads, batch),
-        (parts, sizes, context_len, out, out.stride(0)),
+        (parts, sizes, context_len, rings[3], out, out.stride(0)),
         constants,
         warps=max(1, min(power_of_2(splits) * power_of_2(dim) // 256, 4)),
     )

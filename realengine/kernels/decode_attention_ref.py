@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from realengine.kernels.kv_quant_ref import dequantize_kv
+from realengine.kernels.recent_ref import Recent, with_recent
 
 
 def paged_decode_attention(
@@ -20,8 +23,11 @@ def paged_decode_attention(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    recent: Recent | None = None,
 ) -> Tensor:
     """softmax(q Kᵀ · scale) V per sequence and head; zeros where `context_len` is 0.
+
+    With `recent` the last tokens, the new one included, are read from rings as they were.
 
     The heads of a group are the query rows of their KV head, so that K and V are gathered once and never repeated. What
     lies in the pages beyond a sequence's end may be anything, NaN included.
@@ -32,6 +38,14 @@ def paged_decode_attention(
     longest = int(context_len.max()) if batch else 0
     if longest == 0:
         return out.zero_()
+    if recent is not None:
+        for i, context in enumerate(context_len.tolist()):
+            if context:
+                caches = (k_cache, v_cache, page_table[i : i + 1], context, q, k_scale, v_scale)
+                out[i : i + 1] = attend_with_recent(q[i : i + 1], caches, scale, recent, i, None)
+            else:
+                out[i] = 0
+        return out
     rows = q.view(batch, kv_heads, heads // kv_heads, dim)
     k, v = gather_kv(k_cache, v_cache, page_table, longest, q, k_scale, v_scale)
     visible = torch.arange(longest, device=q.device) < context_len.unsqueeze(1)
@@ -68,3 +82,23 @@ def gather_kv(
         return tokens.to(like.dtype).transpose(1, 2)
 
     return gather(k_cache, k_scale), gather(v_cache, v_scale)
+
+
+def attend_with_recent(
+    q: Tensor,
+    pages: tuple[Tensor, Tensor, Tensor, int, Tensor, Tensor | None, Tensor | None],
+    scale: float,
+    recent: Recent,
+    row: int,
+    new: Sequence[Tensor] | None,
+) -> Tensor:
+    """Attention of the last tokens q [n, H, D] of sequence `row`; `pages` are the arguments of `gather_kv`."""
+    context = pages[3]
+    begin = context - len(q)
+    queries = torch.arange(begin, context, device=q.device)
+    old_k, old_v = (x[0].transpose(0, 1) for x in gather_kv(*pages))
+    new_k, new_v = (None, None) if new is None else new
+    k, seen = with_recent(old_k, recent.k, new_k, begin, recent, row, queries)
+    v, _ = with_recent(old_v, recent.v, new_v, begin, recent, row, queries)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)

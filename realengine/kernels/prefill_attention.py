@@ -10,16 +10,21 @@ What limits it is arithmetic: 4 · queries · context · head_dim operations per
 
 The grid is an upper bound (tokens / tile + sequences): a program finds its sequence by binary search in `query_start`,
 and returns if it is beyond the end. Nothing is read back to the host.
+
+With recent tokens kept as they were (`recent_ref`) a program reads old tokens from pages, the ring's from before the
+chunk from there, and the chunk's own from K and V themselves, since the ring may be shorter than the chunk.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from realengine.kernels import recent as recents
 from realengine.kernels.decode_attention import load_tile
 from realengine.kernels.launch import (
     TRITON_TYPES,
@@ -31,6 +36,8 @@ from realengine.kernels.launch import (
     jit_for_any,
     power_of_2,
 )
+from realengine.kernels.recent import attend_recent
+from realengine.kernels.recent_ref import Recent
 from realengine.kernels.tune import candidates, tile_for
 
 TILES = {
@@ -93,10 +100,11 @@ def attend_tiles(  # type: ignore[no-untyped-def]
 
 @jit_for_any("num_seqs")
 def prefill_attention_kernel(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, k_scale, v_scale, page_table, query_start, context_len, out,
-    q_row, out_row, table_row, slot_row, num_seqs, scale,
+    q, k_cache, v_cache, k_scale, v_scale, page_table, query_start, context_len, recent_k, recent_v, seats,
+    started, k_new, v_new, out, q_row, out_row, table_row, slot_row, k_row, v_row, num_seqs, scale,
     GROUP: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
     PAGE: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, RECENT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """ROWS // GROUP query tokens of one sequence for one KV head. `scale` includes log2(e)."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -134,11 +142,23 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
     if BITS == 4:
         q_high = tl.load(q_at + WIDTH, mask=used, other=0.0).to(COMPUTE)
         acc_high = tl.zeros((ROWS, PAD), tl.float32)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    # A tile may have nothing that a row sees: with recent tokens the maximum must be finite before that.
+    top = tl.full((ROWS,), -1e30 if WINDOW else float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
 
-    seen_by_all = context - queries + first_query + 1
-    seen_by_some = context - queries + tl.minimum(first_query + TOKENS, queries)
+    begin = context - queries
+    seen_by_all = begin + first_query + 1
+    seen_by_some = begin + tl.minimum(first_query + TOKENS, queries)
+    edge = last_seen
+    last_in_pages = last_seen
+    if WINDOW:
+        end = seen_by_some
+        fresh = tl.load(started + seq).to(tl.int32)
+        edge = tl.maximum(last_seen - WINDOW + 1, fresh)
+        last_in_pages = edge - 1
+        seen_by_all = tl.maximum(seen_by_all - WINDOW, fresh)
+        seen_by_some = tl.maximum(seen_by_some - WINDOW, fresh)
+        context = seen_by_some
     full = seen_by_all // BLOCK
     table = page_table + seq * table_row
     acc_low, acc_high, top, total = attend_tiles(
@@ -146,10 +166,24 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
         v_scale, table, kv_head, slot_row, scale, KVH, WIDTH, PAD, PAGE, BITS, COMPUTE, BLOCK, True
     )  # fmt: skip
     acc_low, acc_high, top, total = attend_tiles(
-        acc_low, acc_high, top, total, q_low, q_high, full, tl.cdiv(seen_by_some, BLOCK), last_seen, context,
-        k_cache, v_cache, k_scale, v_scale, table, kv_head, slot_row, scale, KVH, WIDTH, PAD, PAGE, BITS,
-        COMPUTE, BLOCK, False
+        acc_low, acc_high, top, total, q_low, q_high, full, tl.cdiv(seen_by_some, BLOCK), last_in_pages,
+        context, k_cache, v_cache, k_scale, v_scale, table, kv_head, slot_row, scale, KVH, WIDTH, PAD, PAGE,
+        BITS, COMPUTE, BLOCK, False
     )  # fmt: skip
+    if WINDOW:
+        ring = tl.load(seats + seq) * WINDOW
+        at = kv_head * D
+        acc_low, acc_high, top, total = attend_recent(
+            acc_low, acc_high, top, total, q_low, q_high, 0, tl.cdiv(begin - seen_by_all, RECENT), seen_by_all,
+            begin, edge, last_seen, recent_k + at, recent_v + at, ring, KVH * D, KVH * D, scale,
+            WINDOW, D, WIDTH, PAD, BITS, COMPUTE, RECENT, STAGES, True
+        )  # fmt: skip
+        first = tl.maximum(seen_by_all, begin)
+        acc_low, acc_high, top, total = attend_recent(
+            acc_low, acc_high, top, total, q_low, q_high, 0, tl.cdiv(end - first, RECENT), first,
+            end, edge, last_seen, k_new + at, v_new + at, start - begin, k_row, v_row, scale,
+            0, D, WIDTH, PAD, BITS, COMPUTE, RECENT, STAGES, True
+        )  # fmt: skip
     share = 1.0 / total[:, None]
     to = out + token[:, None] * out_row + head[:, None] * D + cells[None, :]
     tl.store(to, (acc_low * share).to(out.dtype.element_ty), mask=used)
@@ -170,10 +204,14 @@ def paged_prefill_attention(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    recent: Recent | None = None,
+    new: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """See `prefill_attention_ref`. Rows of padding, which belong to no sequence, are not written."""
     launch, out = prefill_launch(
-        q, k_cache, v_cache, page_table, query_start, context_len, scale, max_query, out, k_scale, v_scale
+        *(q, k_cache, v_cache, page_table, query_start, context_len, scale, max_query, out, k_scale, v_scale),
+        recent=recent,
+        new=new,
     )
     launch.run()
     return out
@@ -192,6 +230,8 @@ def prefill_launch(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     tile: Tile | None = None,
+    recent: Recent | None = None,
+    new: Sequence[Tensor] | None = None,
 ) -> tuple[Launch, Tensor]:
     """The launch, and the output."""
     tokens, heads, dim = q.shape
@@ -203,15 +243,21 @@ def prefill_launch(
     device = device_of(q)
     if tile is None and q.dtype == torch.float32 and device.arch:
         tile = FLOAT32_TILE
-    tile = tile or _tile(device, dim, bits, max_query * group)
+    tile = tile or _tile(device, dim, bits, max_query * group, "r" * bool(recent))
     num_seqs = len(context_len)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    rings: tuple[Tensor | None, ...] = (None,) * 6
+    rows = 0, 0
+    if recent is not None and new is not None:
+        assert all(x.stride()[1:] == (dim, 1) for x in new), "the heads of a token lie behind one another"
+        rings = recent.k, recent.v, recent.seats, recent.first, *new
+        rows = new[0].stride(0), new[1].stride(0)
     launch = Launch(
         prefill_attention_kernel,
         (kv_heads, tokens // (tile.rows // group) + num_seqs if tokens else 0),
         (
-            *(q, k_cache, v_cache, k_scale, v_scale, page_table, query_start, context_len, out),
-            *(q.stride(0), out.stride(0), page_table.stride(0), kv_heads * width, num_seqs),
+            *(q, k_cache, v_cache, k_scale, v_scale, page_table, query_start, context_len, *rings, out),
+            *(q.stride(0), out.stride(0), page_table.stride(0), kv_heads * width, *rows, num_seqs),
             scale * math.log2(math.e),
         ),
         {
@@ -225,6 +271,7 @@ def prefill_launch(
             "COMPUTE": TRITON_TYPES[q.dtype],
             "ROWS": tile.rows,
             "BLOCK": tile.columns,
+            **recents.constants(recent, device, tile),
         },
         tile.warps,
         tile.stages,
@@ -232,10 +279,10 @@ def prefill_launch(
     return launch, out
 
 
-def _tile(device: Device, dim: int, bits: int, most_rows: int) -> Tile:
+def _tile(device: Device, dim: int, bits: int, most_rows: int, recent: str) -> Tile:
     """The tuned tile, or one of fewer rows if no chunk fills half of it (drafts being verified, say)."""
     tiles = TILES if bits == 16 else QUANTISED_TILES
-    tile = tile_for("prefill_attention", f"d{dim}b{bits}", tiles, device)
+    tile = tile_for("prefill_attention", f"d{dim}b{bits}{recent}", tiles, device)
     rows = max(power_of_2(most_rows), 16)
     if rows >= tile.rows:
         return tile

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from realengine.kernels.decode_attention_ref import gather_kv
+from realengine.kernels.decode_attention_ref import attend_with_recent, gather_kv
+from realengine.kernels.recent_ref import Recent
 
 
 def paged_prefill_attention(
@@ -22,11 +25,15 @@ def paged_prefill_attention(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    recent: Recent | None = None,
+    new: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Rows query_start[i] to query_start[i+1] of q are the last tokens of sequence i, whose KV is in its pages.
 
     A token sees itself and what came before it. Rows of padding, which belong to no sequence, are not written.
-    `max_query` bounds the tokens of a chunk (the Triton kernel picks its tile by it).
+    `max_query` bounds the tokens of a chunk (the Triton kernel picks its tile by it). With `recent` the last tokens of
+    each query are read as they were: from rings, and from `new`, the chunks' own K and V [T, KVH, D], which rings do not
+    hold yet.
     """
     out = torch.empty_like(q) if out is None else out
     kv_heads = k_cache.shape[2]
@@ -39,6 +46,11 @@ def paged_prefill_attention(
         assert end - start <= min(context, max_query), (
             "a chunk is part of its context and no longer than max_query"
         )
+        if recent is not None and new is not None:
+            pages = (k_cache, v_cache, page_table[i : i + 1], context, q, k_scale, v_scale)
+            own = new[0][start:end], new[1][start:end]
+            out[start:end] = attend_with_recent(q[start:end], pages, scale, recent, i, own)
+            continue
         k, v = gather_kv(k_cache, v_cache, page_table[i : i + 1], context, q, k_scale, v_scale)
         # [1, KVH, group * tokens, D]: the heads of a group are rows of their KV head, as in the Triton kernel.
         rows = (

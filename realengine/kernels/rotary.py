@@ -34,8 +34,8 @@ def rotated_halves(x, cells, inside, norm, cell, cos, sin, eps, HALF: tl.constex
 
 @jit
 def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, cos, sin, positions, slots, q_norm, k_norm, q_out, k_cache, v_cache, k_scale, v_scale,
-    q_row, k_row, v_row, cache_row, eps,
+    q, k, v, cos, sin, positions, slots, q_norm, k_norm, q_out, k_cache, v_cache, k_scale, v_scale, k_out,
+    recent_k, recent_v, recent_slots, q_row, k_row, v_row, cache_row, eps,
     H: tl.constexpr, KVH: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
@@ -85,6 +85,19 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
             scale, divisor = head_scale(v_low, v_high, LEVELS)
             tl.store(v_scale + slot * KVH + head, scale, mask=kept)
             store_quantised(v_to, packed, v_low, v_high, divisor, inside, BITS, HALF)
+        if k_out is not None:
+            to = k_out + token * (2 * HALF * KVH)
+            tl.store(to + cells, k_low.to(k_out.dtype.element_ty), mask=inside)
+            tl.store(to + cells + HALF, k_high.to(k_out.dtype.element_ty), mask=inside)
+        if recent_slots is not None:
+            place = tl.load(recent_slots + token).to(tl.int64)
+            inside = (head < tl.where(place >= 0, KVH, 0))[:, None] & (cell < HALF)[None, :]
+            k_to = recent_k + place * (2 * HALF * KVH)
+            v_to = recent_v + place * (2 * HALF * KVH)
+            tl.store(k_to + cells, k_low.to(recent_k.dtype.element_ty), mask=inside)
+            tl.store(k_to + cells + HALF, k_high.to(recent_k.dtype.element_ty), mask=inside)
+            tl.store(v_to + cells, v_low.to(recent_v.dtype.element_ty), mask=inside)
+            tl.store(v_to + cells + HALF, v_high.to(recent_v.dtype.element_ty), mask=inside)
 
 
 def rotary_write_kv(
@@ -103,10 +116,14 @@ def rotary_write_kv(
     eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_out: Tensor | None = None,
+    recent: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See `rotary_ref`. q, k and v may be views of one fused projection: only their rows may be strided."""
     launch, q_out = rotary_write_kv_launch(
-        q, k, v, cos, sin, positions, k_cache, v_cache, slots, q_norm, k_norm, eps, k_scale, v_scale
+        *(q, k, v, cos, sin, positions, k_cache, v_cache, slots, q_norm, k_norm, eps, k_scale, v_scale),
+        k_out=k_out,
+        recent=recent,
     )
     launch.run()
     return q_out
@@ -127,6 +144,8 @@ def rotary_write_kv_launch(
     eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_out: Tensor | None = None,
+    recent: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Launch, Tensor]:
     """The launch, and the rotated Q."""
     tokens, heads, dim = q.shape
@@ -141,6 +160,7 @@ def rotary_write_kv_launch(
         (tokens, ceil_div(heads, HEADS) + ceil_div(kv_heads, HEADS)),
         (
             *(q, k, v, cos, sin, positions, slots, q_norm, k_norm, q_out, k_cache, v_cache, k_scale, v_scale),
+            *(k_out, *(recent or (None,) * 3)),
             *(q.stride(0), k.stride(0), v.stride(0), kv_heads * k_cache.shape[-1], eps),
         ),
         {

@@ -15,9 +15,11 @@ from realengine.build import recent_bytes
 from realengine.complete import complete
 from realengine.generation import Sampling
 from realengine.inputs import Moves, StepInputs
+from realengine.kernels import operators
 from realengine.kernels.kv_quant_ref import dequantize_kv, quantize_kv
 from realengine.load import load
 from realengine.models import Model
+from realengine.ops import KernelOps
 from realengine.ops_torch import TorchOps
 from realengine.quant_kv import cache_layout
 from realengine.quant_recent import RecentTokens, check_recent
@@ -50,16 +52,17 @@ def expected(q: Tensor, k: Tensor, v: Tensor, bits: int, first: int = 0) -> Tens
 class Bench:
     """One layer's attention without rotation, over several sequences that sit in given seats."""
 
-    def __init__(self, bits: int, sequences: int, seed: int = 0) -> None:
+    def __init__(self, bits: int, sequences: int, device_ops: str = "torch", seed: int = 0) -> None:
         torch.manual_seed(seed)
         name = "int8" if bits == 8 else "int4"
         layout = cache_layout(name, DIM, torch.float32)
         self.cache = LayerCache(
             *(torch.zeros((40, PAGE, KV_HEADS, *last), dtype=kind) for last, kind in layout)
         )
-        self.rings = RecentTokens([self.cache], 2 * sequences, WINDOW, DIM, torch.float32)
+        self.rings = RecentTokens([self.cache], 2 * sequences, WINDOW, DIM, torch.float32, CPU)
         ones, zeros = torch.ones(64, DIM // 2), torch.zeros(64, DIM // 2)
-        self.ops = TorchOps(ones, zeros)
+        by_kernels = KernelOps(ones, zeros, operators("cpu"))
+        self.ops = TorchOps(ones, zeros) if device_ops == "torch" else by_kernels
         self.qkv = torch.randn(sequences, 32, HEADS + 2 * KV_HEADS, DIM)
         self.done, self.seats = [0] * sequences, list(range(sequences))
         self.turns = [1] * sequences
@@ -85,6 +88,7 @@ class Bench:
         )  # fmt: skip
         step = StepRunner.__new__(StepRunner)
         step.recent = self.rings
+        step.prepare(inputs)
         batch = StepRunner.batch(step, inputs, torch.from_numpy)
         attend = self.ops.attention(batch, HEADS, KV_HEADS)
         new = torch.stack([self.qkv[i, p] for i, p in tokens]).flatten(1)
@@ -99,6 +103,10 @@ class Bench:
         return expected(q[:n], k[:n], v[:n], bits, first)
 
 
+DEVICE_OPS = pytest.mark.parametrize("device_ops", ["torch", "kernels"])
+
+
+@DEVICE_OPS
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     "steps",
@@ -109,17 +117,20 @@ class Bench:
         pytest.param([(5, 0), (2, 9), (1, 1), (7, 1), (1, 3), (1, 1), (3, 6)], id="two side by side"),
     ],
 )
-def test_each_query_reads_its_last_tokens_as_they_were(steps: list[tuple[int, ...]], bits: int) -> None:
-    bench = Bench(bits, len(steps[0]))
+def test_each_query_reads_its_last_tokens_as_they_were(
+    steps: list[tuple[int, ...]], bits: int, device_ops: str
+) -> None:
+    bench = Bench(bits, len(steps[0]), device_ops)
     for counts in steps:
         bench.step(counts)
     for i, n in enumerate(bench.done):
         torch.testing.assert_close(bench.out[i, :n], bench.wanted(i, bits), rtol=1e-4, atol=1e-5)
 
 
-def test_what_was_not_computed_in_the_seat_is_read_from_pages() -> None:
+@DEVICE_OPS
+def test_what_was_not_computed_in_the_seat_is_read_from_pages(device_ops: str) -> None:
     """After 7 tokens the sequence moves to another seat: there the ring begins with the next token."""
-    bench = Bench(4, 1)
+    bench = Bench(4, 1, device_ops)
     bench.step((7,))
     before = bench.out[0, :7].clone()
     bench.seats[0], bench.turns[0] = 1, 1
@@ -130,9 +141,10 @@ def test_what_was_not_computed_in_the_seat_is_read_from_pages() -> None:
     torch.testing.assert_close(bench.out[0, 7:14], bench.wanted(0, 4, first=7)[7:], rtol=1e-4, atol=1e-5)
 
 
-def test_a_seat_forgets_who_sat_there() -> None:
+@DEVICE_OPS
+def test_a_seat_forgets_who_sat_there(device_ops: str) -> None:
     """Two sequences one after the other in one seat; the second begins where the first ended, from cached pages."""
-    bench = Bench(4, 2)
+    bench = Bench(4, 2, device_ops)
     bench.seats = [0, 1]
     bench.step((6, 6))
     bench.seats[1], bench.turns[1] = 0, 2
@@ -198,18 +210,17 @@ def test_rings_take_the_bytes_that_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kv", "device", "speculative", "words"),
+    ("tokens", "kv", "speculative", "words"),
     [
-        (8, "auto", "cpu", False, "only with --kv-cache-dtype"),
-        (8, "int8", "cuda", False, "CPU only"),
-        (8, "int8", "cpu", True, "leave out --speculative-config"),
-        (-1, "int8", "cpu", False, "0 or more"),
+        (8, "auto", False, "only with --kv-cache-dtype"),
+        (8, "int8", True, "leave out --speculative-config"),
+        (-1, "int8", False, "0 or more"),
     ],
 )
-def test_where_it_cannot_be_is_said(tokens: int, kv: str, device: str, speculative: bool, words: str) -> None:
+def test_where_it_cannot_be_is_said(tokens: int, kv: str, speculative: bool, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        check_recent(tokens, kv, torch.device(device), speculative=speculative)
-    check_recent(0, "auto", torch.device(device), speculative=speculative)
+        check_recent(tokens, kv, speculative=speculative)
+    check_recent(0, "auto", speculative=speculative)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -170,7 +170,7 @@ def measure(
         name = weight_format(model, weights)
         say(f"{name}, KV {kv} …")
         recent = 0 if kv == "auto" else options.kv_cache_recent_tokens
-        check_recent(recent, kv, options.torch_device())
+        check_recent(recent, kv)
         chosen = replace(options, quantization=weights, kv_cache_dtype=kv, kv_cache_recent_tokens=recent)
         longest = max(window, PROMPT) + 16
         bench = prepare(Plan(chosen, BATCH, longest, longest), model)
