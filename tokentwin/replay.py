@@ -21,7 +21,10 @@ import numpy as np
 from realengine.answer import Listener, Output
 from realengine.engine import Engine
 from realengine.generation import Sampling
+from realengine.recorder import Recorder
+from serving.beams import BeamCounts
 from serving.draft_counts import DraftCounts
+from serving.draft_steps import DraftSteps, draft_steps
 from serving.errors import TokenTwinError, UsageError
 from sim.certainty import Certainty
 from sim.metrics import Summary
@@ -29,6 +32,7 @@ from sim.record import Ints, RequestTable, RunRecord, Status, StepTable, TokenRa
 from sim.verdict import Verdict
 from sim.workload import Workload
 from sim.world import Progress
+from tokentwin.replay_beams import Search, check_widths, fold
 from tokentwin.run import REPORT, TRACE
 
 LATE_S = 0.05
@@ -120,7 +124,10 @@ class _Clients:
         closed = workload.closed_loop
         self._seats = closed.max_concurrency if closed is not None else math.inf
         self._standing: deque[int] = deque()
-        self._ended: queue.SimpleQueue[tuple[int, list[int]]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.beams: BeamCounts | None = None if workload.beam_width is None else BeamCounts()
+        self.searched: set[int] = set()
+        """Rows whose beam search came to its end."""
 
     def now_s(self) -> float:
         """Seconds since the run began."""
@@ -153,9 +160,9 @@ class _Clients:
             raise TokenTwinError(f"the engine failed: {self._engine.fault!r}") from self._engine.fault
         wait_s = min(until_s - self.now_s(), _TELL_EVERY_S)
         try:
-            self._done(*self._ended.get(timeout=max(wait_s, 0.0)))
+            self._ended.get(timeout=max(wait_s, 0.0))()
             while True:
-                self._done(*self._ended.get_nowait())
+                self._ended.get_nowait()()
         except queue.Empty:
             return
 
@@ -172,19 +179,33 @@ class _Clients:
         w = self._workload
         tenant = int(w.tenant[row])
         limit_s = w.tenants[tenant].goodput_ttft_s
-        prompt, sampling = self._prompts.ids(row), _sampling(int(w.output_tokens[row]))
+        prompt, length = self._prompts.ids(row), int(w.output_tokens[row])
+        how: dict[str, Any] = {
+            "priority": int(w.priority[row]),
+            "tenant": tenant,
+            "deadline_s": math.inf if limit_s is None else self._engine.now_s() + limit_s,
+            "weight": w.tenants[tenant].weight,
+            "turn": (first, int(self._turn[row])) if (first := int(self._first_turn[row])) >= 0 else None,
+        }
+        if w.beam_width is not None and (width := int(w.beam_width[row])):
+            self._search(row, prompt, width, length, how)
+            return
         listener = self._listener(row)
         self.rows.append(row)
-        self._engine.add(
-            prompt,
-            sampling,
-            listener,
-            priority=int(w.priority[row]),
-            tenant=tenant,
-            deadline_s=math.inf if limit_s is None else self._engine.now_s() + limit_s,
-            weight=w.tenants[tenant].weight,
-            turn=(first, int(self._turn[row])) if (first := int(self._first_turn[row])) >= 0 else None,
-        )
+        self._engine.add(prompt, _sampling(length), listener, **how)
+
+    def _search(self, row: int, prompt: list[int], width: int, length: int, how: dict[str, Any]) -> None:
+        assert self.beams is not None
+
+        def sent() -> None:
+            self.rows.append(row)
+
+        def done(tokens: list[int]) -> None:
+            if tokens:
+                self.searched.add(row)
+            self._done(row, tokens if self._prompts.goes_on(row) else [])
+
+        Search(self._engine, prompt, width, length, self.beams, how, self._ended.put, sent, done)
 
     def _listener(self, row: int) -> Listener:
         keeps, tokens = self._prompts.goes_on(row), list[int]()
@@ -193,7 +214,7 @@ class _Clients:
             if keeps:
                 tokens.extend(output.token_ids)
             if output.finish_reason is not None:
-                self._ended.put((row, tokens))
+                self._ended.put(lambda: self._done(row, tokens))
 
         return listen
 
@@ -258,6 +279,9 @@ def replay(
     finally:
         engine.stop()
     record = _record(engine, workload, clients.rows, before, origin_s)
+    if clients.beams is not None:
+        table, tokens = fold(record.requests, record.tokens, workload, clients.searched)
+        record = replace(record, requests=table, tokens=tokens, beams=clients.beams)
     refused = record.requests.status == Status.REJECTED
     if len(refused) and refused.all():
         raise UsageError(
@@ -281,6 +305,7 @@ def check(workload: Workload) -> None:
     """Raise `UsageError` for what a run beside the engine cannot have."""
     if not len(workload):
         raise UsageError("the workload has no requests; check its filters, or give --num-prompts at least 1")
+    check_widths(workload)
     if any(tenant.rtt_s for tenant in workload.tenants):
         raise UsageError(
             "a network round trip (--rtt-ms) is only simulated: the clients of run sit beside the engine; leave it out"
@@ -322,6 +347,7 @@ def _record(engine: Engine, workload: Workload, rows: list[int], before: int, or
             tokens["per_step"][used] if recorder.speculates else None,
         ),
         drafts=recorder.drafts if recorder.speculates else None,
+        draft_steps=_draft_steps(recorder, skipped),
         tenants=workload.tenants,
         num_pages=config.num_pages,
         page_tokens=config.page_tokens,
@@ -330,6 +356,13 @@ def _record(engine: Engine, workload: Workload, rows: list[int], before: int, or
         max_num_batched_tokens=config.max_num_batched_tokens,
         end_s=float(table.end_s.max()) if len(table) else engine.now_s() - origin_s,
     )
+
+
+def _draft_steps(recorder: Recorder, skipped: int) -> DraftSteps | None:
+    """Of the steps from number `skipped` on."""
+    count = len(recorder.steps)
+    found = draft_steps([recorder.draft_log if recorder.speculates else None], [count])
+    return None if found is None else found.where(np.arange(count) >= skipped)
 
 
 def _typed(
