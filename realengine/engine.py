@@ -90,7 +90,8 @@ class Engine:
         self.scheduler = Scheduler(config, policy)
         self.runner = runner
         self.tokenizer = tokenizer
-        self.recorder = Recorder(self.scheduler, events=record_events)
+        draft_cache = None if speculative is None else speculative.draft_cache
+        self.recorder = Recorder(self.scheduler, events=record_events, draft_cache=draft_cache)
         self.fault: BaseException | None = None
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size

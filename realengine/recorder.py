@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.draft_counts import DraftCounts
+from serving.draft_steps import DraftLog, draft_row
 from serving.plan import StepOutcome, StepPlan
 from serving.request import Request, State
 from serving.scheduler import Scheduler
@@ -95,13 +96,18 @@ class Event:
 class Recorder:
     """Told by the engine's loop of every boundary. Requests are numbered by their `id`, an integer from 0 on."""
 
-    def __init__(self, scheduler: Scheduler, *, events: bool = False) -> None:
+    def __init__(
+        self, scheduler: Scheduler, *, events: bool = False, draft_cache: bool | None = None
+    ) -> None:
+        """`draft_cache`: whether a drafter that is a model has a cache of its own; None where the host drafts."""
         self.scheduler = scheduler
         self.requests: list[RequestRow] = []
         self.steps: list[StepRow] = []
         self.events: list[Event] | None = [] if events else None
         self.speculates = scheduler.config.num_speculative_tokens > 0
         self.drafts = DraftCounts()
+        self.draft_log = DraftLog()
+        self._draft_cache = draft_cache
 
     def event(self, time_s: float, kind: str, **what: Any) -> None:
         """Note an event, when events are kept."""
@@ -157,6 +163,8 @@ class Recorder:
                 row.start = index
                 if math.isnan(row.prefill_done_s):
                     row.prefill_done_s = row.first_token_s = end_s
+        if self.speculates:
+            self.draft_log.add(index, draft_row(plan, self._draft_cache))
         for slot in plan.starved:
             if (starved := self.scheduler.seqs.requests[slot]) is not None:
                 self._close(starved, int(self.scheduler.seqs.known[slot]))

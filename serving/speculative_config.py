@@ -118,6 +118,11 @@ class SpeculativeConfig:
         """Drafting writes KV past the step's own tokens."""
         return self.method in ("draft_model", "self")
 
+    @property
+    def draft_cache(self) -> bool | None:
+        """Whether a drafter that is a model has a cache of its own; None where the host drafts."""
+        return self.method == "draft_model" if self.draft_has_kv else None
+
     def limits(self, limits: SchedulerConfig) -> SchedulerConfig:
         """Scheduler limits with drafts."""
         return replace(

@@ -15,12 +15,12 @@ import numpy as np
 from simpy.events import Event
 
 from serving.draft_counts import DraftCounts
+from serving.draft_steps import DraftLog
 from serving.leap import leap, steady_steps
 from serving.plan import StepPlan
 from serving.request import Request
 from serving.scheduler import Scheduler
 from sim.clock import STEP, Clock
-from sim.draft_steps import DraftLog
 from sim.log import RequestLog, StepLog
 from sim.noise import NoiseStream
 from sim.pipeline import serve_pipeline

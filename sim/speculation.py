@@ -22,13 +22,13 @@ from costmodel.speculation import (
 )
 from costmodel.uncertainty import PerturbedPricer
 from serving.draft_counts import DraftCounts
+from serving.draft_steps import DraftLog, draft_row
 from serving.errors import UsageError
 from serving.plan import StepOutcome, StepPlan
 from serving.request import Request
 from serving.scheduler import Scheduler
 from serving.speculative_config import FLAG, SpeculativeConfig
 from sim.acceptance import Acceptance, make_acceptance
-from sim.draft_steps import DraftLog, draft_row
 from sim.record import Ints
 
 

@@ -14,13 +14,13 @@ from simpy.events import Event
 
 from serving.config import SchedulerConfig
 from serving.draft_counts import total
+from serving.draft_steps import draft_steps
 from serving.policies import BatchPolicy
 from serving.request import Request
 from serving.scheduler import Scheduler
 from sim.beam import BeamSearches, check_beams
 from sim.clients import TOO_SLOW, Clients
 from sim.clock import Clock
-from sim.draft_steps import draft_steps
 from sim.fleet.fleet import Fleet
 from sim.fleet.plan import FleetPlan
 from sim.log import RequestLog, request_table, step_table

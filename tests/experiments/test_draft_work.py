@@ -16,8 +16,8 @@ from experiments.report_figures import step_roofline
 from experiments.results import save_run
 from experiments.saved import load_record
 from experiments.utilisation import engine_work, step_shares, twin_work
+from serving.draft_steps import DraftLog, draft_steps
 from sim.deployment import Built, Deployment, build, simulate
-from sim.draft_steps import DraftLog, draft_steps
 from sim.metrics import summarise
 from sim.record import RunRecord
 from sim.workload import TenantSpec, WorkloadSpec, load_workload
@@ -169,3 +169,36 @@ def test_the_engine_counts_its_drafter_from_its_shape() -> None:
     assert work is not None
     np.testing.assert_allclose(work.flops, twin_work(record, built).flops)
     np.testing.assert_allclose(work.bytes, twin_work(record, built).bytes)
+
+
+def test_a_run_of_the_engine_writes_its_passes_down(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from tokentwin.commands.run import make_plan, run_plan
+
+    shape = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+        "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = json.dumps({"method": "self", "num_layers": 2, "num_speculative_tokens": K})
+    asked = {
+        "model": str(tmp_path / "config.json"), "load_format": "dummy", "device": "cpu", "dtype": "float32",
+        "dataset_name": "random", "random_input_len": 12, "random_output_len": 10, "num_prompts": 2, "max_concurrency": 1,
+        "num_gpu_blocks_override": 20, "max_model_len": 64, "speculative_config": config,
+    }  # fmt: skip
+    record = run_plan(make_plan(asked)).record
+    s, d = record.steps, record.draft_steps
+    assert d is not None
+    assert len(d.draft_passes) == len(s)
+    verified = s.num_tokens - s.num_prefill_tokens - s.num_decodes
+    assert ((d.verified_pairs > 0) == (verified > 0)).all()
+    assert d.draft_passes.max() == K
+    both = engine_work(record)
+    alone = engine_work(replace(record, draft_steps=replace(d, **{n: 0 * c for n, c in d.columns().items()})))
+    assert both is not None
+    assert alone is not None
+    drafter = ModelShape.model_validate(record.meta["engine"]["work"]["draft"]["shape"])
+    assert drafter.num_layers == 2
+    one = 2 * (2 * drafter.linear_params_per_layer() + drafter.vocab_size * drafter.hidden_size)
+    assert (both.flops - alone.flops).sum() > one * d.draft_tokens.sum()  # attention comes on top

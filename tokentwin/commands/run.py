@@ -358,6 +358,19 @@ def _meta(plan: RunPlan, engine: Engine, source: Source, label: str | None) -> d
     }
 
 
+def _drafter(plan: RunPlan, shape: ModelShape) -> dict[str, Any]:
+    """The shape of a model that drafts, where one does."""
+    speculative = drafting(plan.deployment)
+    if speculative is None or (own_cache := speculative.draft_cache) is None:
+        return {}
+    if own_cache:
+        source = import_module("realengine.load").find_model(speculative.model, plan.load_format)
+        shape = source.architecture.shape
+    else:
+        shape = shape.model_copy(update={"num_layers": speculative.num_layers})
+    return {"draft": {"shape": shape.model_dump(mode="json"), "own_cache": own_cache}}
+
+
 def work_facts(plan: RunPlan, shape: ModelShape, gpu: str | None) -> dict[str, Any]:
     """What FLOPs and bytes of the engine's steps are counted from, and the device's peaks where a datasheet has them."""
     build = import_module("realengine.build")
@@ -366,6 +379,7 @@ def work_facts(plan: RunPlan, shape: ModelShape, gpu: str | None) -> dict[str, A
     dtype = options.torch_dtype()
     name = str(dtype).removeprefix("torch.")
     return {
+        **_drafter(plan, shape),
         "shape": shape.model_dump(mode="json"),
         "bytes_per_number": float(dtype.itemsize),
         "device": facts.product if facts is not None else gpu or "CPU",
