@@ -55,6 +55,7 @@ def measure_launches(
         graphs.record()
         for size in fitting:
             inputs = bench.inputs(Composition((context,) * size))
+            step.prepare(inputs)
 
             def eager(inputs=inputs) -> None:  # type: ignore[no-untyped-def]
                 sent = uploads.send(arrays_of(inputs))

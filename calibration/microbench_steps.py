@@ -185,6 +185,7 @@ class StepBench:
             watched(step.model, self._watch), step.caches, step.swap, max_seqs, step.device
         )
         self._plain = StepRunner(step.model, step.caches, step.swap, max_seqs, step.device)
+        self._step.recent = self._plain.recent = step.recent
         self._rng = np.random.default_rng(seed)
         self._vocab = step.model.architecture.shape.vocab_size
         self.num_pages = step.caches[0].k.shape[0] - 1
@@ -249,6 +250,7 @@ class StepBench:
         from realengine.cuda import arrays_of
 
         assert self._uploads is not None
+        self._step.prepare(inputs)
         sent = self._uploads.send(arrays_of(draws) + arrays_of(inputs))
 
         def put(array: npt.NDArray[np.generic]) -> Tensor:

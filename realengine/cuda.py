@@ -103,12 +103,13 @@ class Uploads:
         }
 
 
-def arrays_of(record: StepInputs | Draws | RecentRows | None) -> list[Array]:
+def arrays_of(record: StepInputs | Draws | RecentRows) -> list[Array]:
     """Every array of a step's description."""
-    if record is None:
-        return []
     values = (getattr(record, field.name) for field in fields(record))
-    return [value for value in values if isinstance(value, np.ndarray)]
+    arrays = [value for value in values if isinstance(value, np.ndarray)]
+    if isinstance(record, StepInputs) and record.recent is not None:
+        arrays += arrays_of(record.recent)
+    return arrays
 
 
 Recording = tuple[Callable[[], None], Tensor]
@@ -230,11 +231,7 @@ class CudaRunner:
             self.step.prepare(inputs)
             self.step.move_pages(inputs.moves)
             logits = self._graphs.replay(inputs) if self._graphs is not None else None
-            arrays = arrays_of(draws)
-            if logits is None:
-                arrays += arrays_of(inputs) + arrays_of(inputs.recent)
-            else:
-                arrays += sampling_arrays(inputs)
+            arrays = arrays_of(draws) + (arrays_of(inputs) if logits is None else sampling_arrays(inputs))
             sent = self._uploads.send(arrays)
 
             def put(array: Array) -> Tensor:

@@ -92,10 +92,13 @@ class RecentTokens:
         starts = np.append(np.arange(decodes), decodes + inputs.query_start[:-1].astype(np.int64))
         seats, begin = inputs.token_seats[starts], inputs.positions[starts]
         end = inputs.context_len.astype(np.int64)
-        turn = self._turn[seats] if inputs.turns is None else inputs.turns[starts]
-        fresh = (turn != self._turn[seats]) | (begin != self._next[seats])
-        first = np.where(fresh, begin, self._first[seats])
-        self._turn[seats], self._first[seats], self._next[seats] = turn, first, end
+        if inputs.turns is None:  # a step by itself, described as in the middle of service
+            first = np.zeros_like(seats)
+        else:
+            turn = inputs.turns[starts]
+            fresh = (turn != self._turn[seats]) | (begin != self._next[seats])
+            first = np.where(fresh, begin, self._first[seats])
+            self._turn[seats], self._first[seats], self._next[seats] = turn, first, end
         slots: Ints = inputs.token_seats * n + inputs.positions % n
         late = np.flatnonzero(inputs.positions >= np.repeat(end, end - begin) - n)
         late = late[late >= decodes]

@@ -14,6 +14,7 @@ from realengine.kernels import operators
 from realengine.kernels.bench_peers import decode_peer, prefill_peer
 from realengine.kernels.kv_quant_ref import quantize_kv
 from realengine.kernels.quant_gemm_ref import quantize_int4, quantize_int8
+from realengine.kernels.recent_ref import Recent
 
 if TYPE_CHECKING:
     from realengine.kernels.launch import Device, Tile
@@ -59,6 +60,8 @@ class Shape:
 
 
 LLAMA_8B = Shape()
+WINDOW = 128
+"""Recent tokens kept as they were, where there are any."""
 TINY = Shape(heads=4, kv_heads=2, dim=64, hidden=256, ffn=512, vocabulary=1000)
 
 
@@ -70,12 +73,17 @@ def cases(device: torch.device, *, quick: bool = False) -> Iterator[Case]:
         for bits in (16, 8, 4):
             if bits == 16 or not quick or sequences == 64:
                 yield decode_case(shape, device, sequences, context, bits)
+            if bits != 16 and (small or sequences in (1, 64)):
+                yield decode_case(shape, device, sequences, context, bits, 16 if small else WINDOW)
     for sequences, chunk, context in (
         [(2, 64, 96)] if small else [(1, 4096, 4096), (4, 1024, 1024), (1, 2048, 16384), (16, 512, 2048)]
     ):
         yield prefill_case(shape, device, sequences, chunk, context, 16)
-    if not small:
-        yield prefill_case(shape, device, 1, 4096, 4096, 8)
+    for sequences, chunk, context in [(2, 64, 96)] if small else [(1, 4096, 4096), (1, 2048, 16384)]:
+        if not small and chunk == context:
+            yield prefill_case(shape, device, sequences, chunk, context, 8)
+        for bits in (8, 4):
+            yield prefill_case(shape, device, sequences, chunk, context, bits, 16 if small else WINDOW)
     for tokens in (1, 8) if small else (1, 16, 64, 4096):
         for bits in (8, 4):
             yield gemm_case(shape, device, tokens, 2 * shape.ffn, shape.hidden, bits)
@@ -103,6 +111,18 @@ def paged_cache(
     return caches, table, scales
 
 
+def rings(shape: Shape, sequences: int, window: int, like: Tensor) -> Recent | None:
+    """Rings of sequences that sit in random seats, in the type and on the device of `like`."""
+    if not window:
+        return None
+    k, v = (
+        torch.randn(sequences * window, shape.kv_heads, shape.dim, device=like.device, dtype=like.dtype)
+        for _ in range(2)
+    )
+    seats = torch.randperm(sequences, device=like.device)
+    return Recent(k, v, seats, torch.zeros_like(seats), window)
+
+
 def token_bytes(shape: Shape, bits: int, kind: torch.dtype) -> float:
     """Bytes of K and V of one token in one layer."""
     if bits == 16:
@@ -110,14 +130,22 @@ def token_bytes(shape: Shape, bits: int, kind: torch.dtype) -> float:
     return 2 * shape.kv_heads * (shape.dim * bits / 8 + 4)
 
 
-def decode_case(shape: Shape, device: torch.device, sequences: int, context: int, bits: int) -> Case:
-    """One token of each sequence."""
+def cache_bytes(shape: Shape, old: int, recent: int, bits: int, kind: torch.dtype) -> float:
+    """Bytes of K and V in one layer of `old` tokens in pages and `recent` ones as they were."""
+    return old * token_bytes(shape, bits, kind) + recent * token_bytes(shape, 16, kind)
+
+
+def decode_case(
+    shape: Shape, device: torch.device, sequences: int, context: int, bits: int, window: int = 0
+) -> Case:
+    """One token of each sequence; the last `window` tokens as they were."""
     (k, v), table, scales = paged_cache(shape, device, sequences, context, bits)
     kind = torch.float32 if device.type == "cpu" else torch.bfloat16
     q = torch.randn(sequences, shape.heads, shape.dim, device=device, dtype=kind)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device=device)
     scale = shape.dim**-0.5
     decode = operators(device).paged_decode_attention
+    recent = rings(shape, sequences, window, q)
     peer = tunable = None
     if bits == 16:
         dense = [
@@ -135,16 +163,17 @@ def decode_case(shape: Shape, device: torch.device, sequences: int, context: int
 
         def with_tile(tile: Tile) -> None:
             args = (q, k, v, table, lengths, scale, None, scales.get("k_scale"), scales.get("v_scale"), tile)
-            for launch in module.decode_launches(*args)[0]:
+            for launch in module.decode_launches(*args, recent=recent)[0]:
                 launch.run()
 
         found = device_of(q)
-        key = f"d{shape.dim}b{bits}"
+        key = f"d{shape.dim}b{bits}" + "r" * bool(window)
         tunable = Tunable("decode_attention", key, found, candidates(tiles, found), with_tile)
     return Case(
-        f"decode attention {sequences}×{context}, {bits}-bit KV",
-        lambda: decode(q, k, v, table, lengths, scale, **scales),
-        sequences * context * token_bytes(shape, bits, kind) + 2 * q.nbytes,
+        f"decode attention {sequences}×{context}, {bits}-bit KV"
+        + f", last {window} as they were" * bool(window),
+        lambda: decode(q, k, v, table, lengths, scale, **scales, recent=recent),
+        sequences * cache_bytes(shape, context - window, window, bits, kind) + 2 * q.nbytes,
         4.0 * sequences * context * shape.heads * shape.dim,
         "SDPA" if peer else None,
         peer,
@@ -154,9 +183,15 @@ def decode_case(shape: Shape, device: torch.device, sequences: int, context: int
 
 
 def prefill_case(
-    shape: Shape, device: torch.device, sequences: int, chunk: int, context: int, bits: int
+    shape: Shape,
+    device: torch.device,
+    sequences: int,
+    chunk: int,
+    context: int,
+    bits: int,
+    window: int = 0,
 ) -> Case:
-    """The last `chunk` tokens of each sequence."""
+    """The last `chunk` tokens of each sequence; of each query the last `window` tokens as they were."""
     (k, v), table, scales = paged_cache(shape, device, sequences, context, bits)
     kind = torch.float32 if device.type == "cpu" else torch.bfloat16
     q = torch.randn(sequences * chunk, shape.heads, shape.dim, device=device, dtype=kind)
@@ -164,6 +199,8 @@ def prefill_case(
     lengths = torch.full((sequences,), context, dtype=torch.int32, device=device)
     scale = shape.dim**-0.5
     prefill = operators(device).paged_prefill_attention
+    recent = rings(shape, sequences, window, q)
+    new = [torch.randn_like(q[:, : shape.kv_heads]) for _ in range(2)] if window else None
     peer = tunable = None
     if bits == 16 and chunk == context:
         dense = [
@@ -181,16 +218,21 @@ def prefill_case(
 
         def with_tile(tile: Tile) -> None:
             args = (q, k, v, table, starts, lengths, scale, chunk, None)
-            module.prefill_launch(*args, scales.get("k_scale"), scales.get("v_scale"), tile)[0].run()
+            quantised = (scales.get("k_scale"), scales.get("v_scale"))
+            module.prefill_launch(*args, *quantised, tile, recent, new)[0].run()
 
         found = device_of(q)
-        key = f"d{shape.dim}b{bits}"
+        key = f"d{shape.dim}b{bits}" + "r" * bool(window)
         tunable = Tunable("prefill_attention", key, found, candidates(tiles, found), with_tile)
     seen = chunk * (context - chunk) + chunk * (chunk + 1) / 2
     return Case(
-        f"prefill attention {sequences}×{chunk} of {context}, {bits}-bit KV",
-        lambda: prefill(q, k, v, table, starts, lengths, scale, chunk, **scales),
-        sequences * context * token_bytes(shape, bits, kind) + 2 * q.nbytes,
+        f"prefill attention {sequences}×{chunk} of {context}, {bits}-bit KV"
+        + f", last {window} as they were" * bool(window),
+        lambda: prefill(q, k, v, table, starts, lengths, scale, chunk, **scales, recent=recent, new=new),
+        # Most of a chunk is read twice: by queries to which it is recent, and by later ones.
+        sequences
+        * cache_bytes(shape, context - window, min(window + chunk, context) if window else 0, bits, kind)
+        + 2 * q.nbytes,
         4.0 * sequences * seen * shape.heads * shape.dim,
         "SDPA" if peer else None,
         peer,
@@ -262,6 +304,20 @@ def layer_cases(shape: Shape, device: torch.device, tokens: int) -> Iterator[Cas
         f"rotary + KV write {tokens} tokens",
         lambda: kernels.rotary_write_kv(q, k, v, cos, sin, where, k_cache, v_cache, where),
         2.0 * qkv.nbytes,
+    )
+    (k_cache, v_cache), _, scales = paged_cache(shape, device, 1, tokens, 8)
+    ring = (torch.empty_like(k), torch.empty_like(v), where)
+    yield Case(
+        f"rotary + KV write {tokens} tokens, 8-bit KV and rings",
+        lambda: kernels.rotary_write_kv(
+            q, k, v, cos, sin, where, k_cache, v_cache, where, **scales, recent=ring
+        ),
+        2.0 * qkv.nbytes + tokens * token_bytes(shape, 8, kind),
+    )
+    yield Case(
+        f"write to rings {tokens} tokens",
+        lambda: kernels.write_recent(k, v, where, where, *ring[:2]),
+        2.0 * tokens * token_bytes(shape, 16, kind),
     )
 
 

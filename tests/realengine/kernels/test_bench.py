@@ -32,6 +32,8 @@ def test_every_case_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
         "RMSNorm",
         "SiLU",
         "rotary",
+        "8-bit KV, last 16 as they were",
+        "write to rings",
         "sample",
         "verify",
         "pages",
