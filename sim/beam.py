@@ -70,7 +70,9 @@ class _Search:
     """Replica and step that gave the last token."""
 
 
-def check_beams(workload: Workload, *, fleet: bool = False, followed: bool = False) -> None:
+def check_beams(
+    workload: Workload, *, fleet: bool = False, followed: bool = False, drafts: bool = False
+) -> None:
     """Raise `UsageError` for what searches cannot be combined with."""
     if workload.beam_width is None:
         return
@@ -83,6 +85,11 @@ def check_beams(workload: Workload, *, fleet: bool = False, followed: bool = Fal
         raise UsageError(
             "a beam search (--beam-width) shows nothing before its end, so that there is no stream to follow; leave out "
             "--network, --stream-interval and --stream-slice-ms"
+        )
+    if drafts and bool((workload.beam_width > 0).all()):
+        raise UsageError(
+            "drafts (--speculative-config) have no effect on beam searches (--beam-width), whose requests have one "
+            "token; leave one of them out"
         )
 
 

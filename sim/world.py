@@ -88,7 +88,9 @@ def run_world(
     a request that repeats one already answered is answered at once, without an engine. `delivering` follows the streams
     to their clients; the round trips are then its own.
     """
-    check_beams(workload, fleet=fleet is not None, followed=delivering is not None)
+    check_beams(
+        workload, fleet=fleet is not None, followed=delivering is not None, drafts=speculation is not None
+    )
     world = _World(
         workload,
         config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from experiments.gallery.batching import chunk_size, fairness, policies, size_classes
+from experiments.gallery.beams import beam_search
 from experiments.gallery.drafts import speculation, speculation_load
 from experiments.gallery.entry import Maker
 from experiments.gallery.fleet import admission, cold_start, jitter, response_cache, routing
@@ -13,6 +14,7 @@ from experiments.gallery.rest import quantisation, streaming, tensor_parallel
 ENTRIES: tuple[Maker, ...] = (
     speculation,
     speculation_load,
+    beam_search,
     quantisation,
     policies,
     chunk_size,

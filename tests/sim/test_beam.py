@@ -295,7 +295,17 @@ def test_what_is_not_modelled_is_refused() -> None:
     from sim.beam import check_beams
 
     workload = searching([2], make_workload([0.0], [5], [5]))
-    for what, words in (({"fleet": True}, "fleet"), ({"followed": True}, "--stream-interval")):
+    for what, words in (
+        ({"fleet": True}, "fleet"),
+        ({"followed": True}, "--stream-interval"),
+        ({"drafts": True}, "--speculative-config"),
+    ):
         with pytest.raises(UsageError, match=words):
             check_beams(workload, **what)
         check_beams(replace(workload, beam_width=None), **what)
+
+
+def test_drafts_beside_searches_are_verified_of_the_others() -> None:
+    from sim.beam import check_beams
+
+    check_beams(searching([2, 0], make_workload([0.0, 0.0], [5, 5], [5, 5])), drafts=True)
