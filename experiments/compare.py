@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sim.deployment import Built
 from sim.fleet.build import num_gpus, pool_specs
 from sim.intervals import Difference, Draw, Figures, Replicated, compare, gather, plan_draws
-from sim.latency import DEFAULT_PERCENTILES
+from sim.latency import DEFAULT_PERCENTILES, LatencyStats
 from sim.metrics import Summary, summarise
 from sim.record import RunRecord
 from sim.replications import SHARES, deployment_spread, figures, is_drawn, run_draws, simulate_draw
@@ -35,9 +35,13 @@ _NAMED = {
     "failed_share": ("Failed requests (%)", 100.0, -1),
     "preemptions": ("Preemptions/request", 1.0, -1),
     "mean_queue": ("Mean queue (ms)", 1000.0, -1),
+    "mean_blocked": ("Mean blocked (ms)", 1000.0, -1),
+    "p95_first_word": ("P95 first word (ms)", 1000.0, -1),
+    "p95_longest_pause": ("P95 longest pause (ms)", 1000.0, -1),
+    "waiting_share": ("Waiting for text (%)", 100.0, -1),
 }
 """Label, factor to the printed unit, and which way is better."""
-_SHARES = (*SHARES, "prefix_hit_rate", "failed_share")
+_SHARES = (*SHARES, "prefix_hit_rate", "failed_share", "waiting_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +215,12 @@ def all_figures(summary: Summary, devices: int | None = None) -> dict[str, float
     out = figures(summary)
     sent = max(summary.sent, 1)
     out["mean_queue"] = summary.stage_mean_s["queue"]
+    if (read := summary.perceived) is not None:
+        out["mean_blocked"] = summary.stage_mean_s["blocked"]
+        for name in ("first_word", "longest_pause"):
+            stats: LatencyStats = getattr(read, name)
+            out |= {f"p{p:g}_{name}": value_s for p, value_s in stats.percentiles_s if p == 95}
+        out["waiting_share"] = read.waiting_share
     out["failed_share"] = summary.failed / sent
     out["preemptions"] = summary.preemptions / sent
     out["prefix_hit_rate"] = summary.prefix_hit_rate
@@ -228,6 +238,12 @@ def num_devices(built: Built) -> int | None:
 def differing(a: Built, b: Built) -> dict[str, tuple[object, object]]:
     """Options whose values differ, limits that were left open worked out; KV pages where those follow."""
     first, second = _options(a), _options(b)
+    ways = first["network"], second["network"]
+    if isinstance(ways[0], dict) and isinstance(ways[1], dict):
+        for options, way in zip((first, second), ways, strict=True):
+            assert isinstance(way, dict)
+            del options["network"]
+            options |= {f"network.{name}": value for name, value in way.items()}
     return {
         name: (first.get(name), second.get(name))
         for name in dict.fromkeys([*first, *second])

@@ -14,6 +14,7 @@ from experiments.certainty import bracket, certainty_lines, doubts
 from experiments.drafts import draft_rows
 from experiments.fleet_report import fleet_lines
 from experiments.observed import alert_lines, utilisation_rows
+from experiments.perceived import perceived_rows
 from experiments.results import METRICS
 from sim.latency import SELDOM, LatencyStats
 from sim.meta import meta_value
@@ -127,6 +128,8 @@ def sections(
         if summary.stage_mean_s[name] or name not in SELDOM
     ]
     out.append(("Stages (mean)", stages))
+    if summary.perceived is not None:
+        out.append(("Reading", perceived_rows(summary.perceived)))
     out.append(("Engine", _engine(record, summary)))
     if record.drafts is not None:
         out.append(("Speculative Decoding", draft_rows(record.drafts)))

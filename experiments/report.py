@@ -16,6 +16,7 @@ from experiments.fleet_report import fleet_rows, replicas_over_time
 from experiments.gap_figures import itl_ecdf
 from experiments.observe_figures import observed_panels
 from experiments.page import list_section, page, plot_section, table_section, write_page
+from experiments.perceived import perceived_rows
 from experiments.report_figures import Roofline
 from sim.latency import SELDOM
 from sim.meta import meta_value
@@ -280,6 +281,8 @@ def _engine_table(record: RunRecord, s: Summary) -> str:
         ["Batch", f"{record.max_num_seqs:,} sequences", f"{record.max_num_batched_tokens:,} tokens a step"],
         ["KV cache", f"{record.num_pages:,} pages", f"of {record.page_tokens} tokens"],
     ]
+    if s.perceived is not None:
+        rows += [[name.rstrip(":"), value, note] for name, value, note in perceived_rows(s.perceived)]
     if record.drafts is not None:
         rows += [[name.rstrip(":"), value, note] for name, value, note in draft_rows(record.drafts)]
     if record.beams is not None:

@@ -376,6 +376,7 @@ def _ours(record: RunRecord, summary: Summary, verdict: Verdict | None) -> dict[
         "sim_gpu_busy_share": summary.gpu_busy_share,
         "sim_stage_mean_ms": {name: t * 1000 for name, t in summary.stage_mean_s.items()},
         "sim_stage_share": summary.stage_share,
+        **({} if summary.perceived is None else {"sim_perceived": summary.perceived.figures()}),
         "sim_tenants": {t.name: _tenant(t) for t in summary.tenants},
         "sim_warnings": list(summary.warnings),
         "sim_errors": summary.errors,

@@ -32,12 +32,13 @@ from sim.latency import (
 )
 from sim.record import Floats, RunRecord, Status, Tenant
 from sim.slo import Goodput, Slo
+from sim.streaming import Perception, perception
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-_COUNTS = ("drafts", "beams")
+_COUNTS = ("drafts", "beams", "perceived")
 """Figures of a `Summary` that are made of several."""
 
 
@@ -137,6 +138,8 @@ class Summary:
     """What became of drafts; None without speculative decoding."""
     beams: BeamCounts | None = None
     """What beam searches took; None without any."""
+    perceived: Perception | None = None
+    """How the answers read; None unless their streams were followed."""
 
     @property
     def failed(self) -> int:
@@ -158,6 +161,8 @@ class Summary:
         if (beams := self.beams) is not None:
             out["beam_requests"] = beams.requests
             out["beam_hit_rate"] = beams.hit_rate
+        if self.perceived is not None:
+            out |= self.perceived.figures()
         return out
 
     def __call__(self) -> DataFrame:
@@ -251,6 +256,7 @@ def summarise(
         errors=status[Status.FAILED],
         drafts=record.drafts,
         beams=record.beams,
+        perceived=None if record.deliveries is None else perception(record, percentiles),
     )
 
 

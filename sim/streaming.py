@@ -5,10 +5,12 @@ All functions take one answer's times in seconds, in order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from sim.latency import DEFAULT_PERCENTILES, LatencyStats, latency_stats, pooled
 from sim.record import Floats, Ints, RunRecord, Status
 
 TOKENS_PER_WORD = 1.33
@@ -118,18 +120,32 @@ def reading(
     return Reading(*columns)
 
 
-def head_of_line_wait_s(waiting_s: Floats, busy_s: Floats, connections: int) -> Floats:
-    """How long each answer waits for a connection when each carries one answer at a time (HTTP/1.1).
+@dataclass(frozen=True, slots=True)
+class Perception:
+    """How the finished answers of a run read, to a reader of `READING_TOKENS_PER_S`."""
 
-    `waiting_s` are the times at which answers are ready to be sent, in order; `busy_s` how long each holds its
-    connection. Multiplexed streams (HTTP/2) do not wait.
-    """
-    import heapq
+    first_word: LatencyStats
+    longest_pause: LatencyStats
+    waiting_share: float
+    """Mean share of the time of reading in which the reader waits for text: the answer is slower than reading."""
+    waiting_share_p95: float
 
-    free = [0.0] * connections
-    waits = np.empty(len(waiting_s))
-    for i, (ready_s, held_s) in enumerate(zip(waiting_s.tolist(), busy_s.tolist(), strict=True)):
-        begin_s = max(ready_s, heapq.heappop(free))
-        waits[i] = begin_s - ready_s
-        heapq.heappush(free, begin_s + held_s)
-    return waits
+    def figures(self) -> dict[str, float]:
+        """Its numbers by name, times in ms."""
+        out: dict[str, float] = {}
+        for name, stats in (("first_word", self.first_word), ("longest_pause", self.longest_pause)):
+            out |= {f"mean_{name}_ms": stats.mean_s * 1e3, f"median_{name}_ms": stats.median_s * 1e3}
+            out |= {f"p{p:g}_{name}_ms": value_s * 1e3 for p, value_s in stats.percentiles_s}
+        return out | {"waiting_share": self.waiting_share, "p95_waiting_share": self.waiting_share_p95}
+
+
+def perception(record: RunRecord, percentiles: Sequence[float] = DEFAULT_PERCENTILES) -> Perception:
+    """How a run's answers read as they came."""
+    found = reading(record)
+    shares = found.stalled_share[np.isfinite(found.stalled_share)]
+    return Perception(
+        latency_stats(pooled(found.first_word_s), percentiles),
+        latency_stats(pooled(found.longest_pause_s), percentiles),
+        float(shares.mean()) if len(shares) else float("nan"),
+        float(np.percentile(shares, 95)) if len(shares) else float("nan"),
+    )

@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.config import SchedulerConfig
+from sim.metrics import summarise
+from sim.network import Network, delivering
 from sim.streaming import (
     event_ends,
     grouped,
-    head_of_line_wait_s,
     over_line,
     perceived,
+    perception,
     reading,
     sliced,
 )
@@ -84,9 +86,19 @@ def test_a_run_read_in_several_ways() -> None:
     assert (slow.longest_pause_s >= 250 / 5000 - 1e-9).all()
 
 
-def test_one_connection_makes_answers_wait_in_line() -> None:
-    """Three answers ready together that take a second each: on two connections the third waits one second."""
-    waits = head_of_line_wait_s(np.zeros(3), np.ones(3), 2)
-    assert waits.tolist() == [0.0, 0.0, 1.0]
-    # With a connection for everybody nobody waits, which is what multiplexing gives.
-    assert not head_of_line_wait_s(np.zeros(3), np.ones(3), 3).any()
+def test_perception_is_that_of_the_answers_as_they_came() -> None:
+    """An answer of 20 tokens in 10 ms each, sent five at a time, to a client a quarter of a second away."""
+    workload = make_workload([0.0], [10], [21])
+    network = Network(rtt_ms=500)
+    record = run_world(
+        workload,
+        SchedulerConfig(100),
+        LinearPricer(0.01, 0.0, 0.0),
+        delivering=delivering(network, workload.tenants, interval=5, slice_s=0.0),
+    )
+    found = perception(record)
+    assert found.first_word.mean_s == pytest.approx(0.5 + 0.01 + 0.05)
+    assert found.longest_pause.mean_s == pytest.approx(0.05)
+    assert found.waiting_share == 0.0
+    assert summarise(record).perceived == found
+    assert found.figures()["p95_first_word_ms"] == pytest.approx(560)

@@ -62,6 +62,12 @@ def read(
         if not fine:
             raise UsageError(f"{option} must be positive, got {value:g}")
     record = load_record(run)
+    asked = intervals != [1] or stream_slice or bandwidth is not None
+    if record.deliveries is not None and asked:
+        raise UsageError(
+            f"{run}: its streams were followed over a network, and read here as they came; give --stream-interval, "
+            "--stream-slice-ms and --network to simulate instead"
+        )
     ways: list[dict[str, Any]] = []
     for interval in intervals:
         found = reading(
