@@ -144,25 +144,28 @@ class Engine:
         salt: str = "",
         weight: float = 1.0,
         turn: tuple[Hashable, int] | None = None,
+        keys: TokenKeys | None = None,
     ) -> list[Request]:
         """Queue `sampling.n` answers to a prompt of token ids; `listener` is told of each of their tokens.
 
         `salt` keeps a prefix cache apart from those of other salts; `weight` is the tenant's under fair sharing; `turn`
         says of which conversation this is which turn, from 0, for the `session` eviction order. Raises `UsageError` for
         an unknown token id and `EngineError` when the engine has ended. A request that can never run is answered with
-        "rejected".
+        "rejected". Who has the page keys of the prompt already, and so has had its tokens checked, may hand them over in
+        `keys`, with `sampling.n` 1.
         """
         self._check_alive()
-        ids = [int(token) for token in prompt]
-        if self._vocab_size is not None and any(not 0 <= token < self._vocab_size for token in ids):
-            raise UsageError(f"the prompt holds a token id outside 0 to {self._vocab_size - 1}")
+        ids = list(prompt) if keys is not None else [int(token) for token in prompt]
+        vocab_size = self._vocab_size if keys is None else None
+        if vocab_size is not None and any(not 0 <= token < vocab_size for token in ids):
+            raise UsageError(f"the prompt holds a token id outside 0 to {vocab_size - 1}")
         requests: list[Request] = []
         with self._lock:
             sent_s = self.now_s()
             for index in range(sampling.n):
-                keys = (
-                    TokenKeys(self.config.page_tokens, ids, salt) if self.config.enable_prefix_caching else ()
-                )
+                own: TokenKeys | tuple[()] = ()
+                if self.config.enable_prefix_caching:
+                    own = TokenKeys(self.config.page_tokens, ids, salt) if keys is None else keys
                 request = Request(
                     self._next_id,
                     len(ids),
@@ -171,7 +174,7 @@ class Engine:
                     priority,
                     deadline_s,
                     None,
-                    keys,
+                    own,
                     tenant,
                     weight,
                     *(turn if turn is not None else ()),

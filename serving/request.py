@@ -45,13 +45,23 @@ class TokenKeys:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append token ids; every page they complete gets its key."""
-        self._tail.extend(tokens)
-        size = self._page_tokens
-        while len(self._tail) >= size:
-            page = np.asarray(self._tail[:size], dtype=np.int64).tobytes()
-            parent = self._keys[-1] if self._keys else self._salt
-            self._keys.append(sha256(parent + page).digest())
-            del self._tail[:size]
+        tail, size = self._tail, self._page_tokens
+        tail.extend(tokens)
+        if len(tail) < size:
+            return
+        full = len(tail) // size * size
+        pages = np.asarray(tail[:full], dtype=np.int64).reshape(-1, size)
+        parent = self._keys[-1] if self._keys else self._salt
+        for page in pages:
+            parent = sha256(parent + page.tobytes()).digest()
+            self._keys.append(parent)
+        del tail[:full]
+
+    def copy(self) -> TokenKeys:
+        """The same, to be grown apart."""
+        other = TokenKeys(self._page_tokens)
+        other._salt, other._keys, other._tail = self._salt, self._keys.copy(), self._tail.copy()
+        return other
 
     def __len__(self) -> int:
         return len(self._keys)

@@ -65,9 +65,12 @@ class Search:
             self._engine.add(
                 [*self._prompt, *hypothesis.token_ids],
                 one_token(self.beams.width),
-                lambda output, place=place: self._later(partial(self._took, place, output)),
+                partial(self._heard, place),
                 **self._how,
             )
+
+    def _heard(self, place: int, output: Output) -> None:
+        self._later(partial(self._took, place, output))
 
     def _took(self, place: int, output: Output) -> None:
         if output.finish_reason != "length":

@@ -20,7 +20,7 @@ from serving.beams import Hypothesis
 from serving.config import SchedulerConfig
 from serving.errors import TokenTwinError
 from serving.plan import StepPlan
-from serving.request import Request
+from serving.request import Request, TokenKeys
 from serving.scheduler import Scheduler
 from tokentwin.server.backend import (
     Busy,
@@ -57,7 +57,13 @@ class Engine(Protocol):
     def stop(self, timeout_s: float | None = None) -> None: ...
     def now_s(self) -> float: ...
     def add(
-        self, prompt: Sequence[int], sampling: Sampling, listener: Listener, *, priority: int = 0
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        listener: Listener,
+        *,
+        priority: int = 0,
+        keys: TokenKeys | None = None,
     ) -> list[Request]: ...
     def abort(self, request: Request) -> None: ...
 
@@ -238,13 +244,18 @@ class EngineBackend:
         """A beam search: each hypothesis of a step is a request of one token."""
         under_way: dict[int, Request] = {}
         one = one_token(sampling.n, sampling.logprobs)
+        page_keys: list[TokenKeys | None] = [None]
 
         def send(hypotheses: Sequence[Hypothesis]) -> None:
+            page_keys[:] = [self._page_keys(request.prompt, page_keys, each) for each in hypotheses]
             try:
-                for place, hypothesis in enumerate(hypotheses):
+                for place, (hypothesis, keys) in enumerate(zip(hypotheses, page_keys, strict=True)):
                     take = self._listener(partial(took, place))
                     prompt = [*request.prompt, *hypothesis.token_ids]
-                    (under_way[place],) = self.engine.add(prompt, one, take, priority=request.priority)
+                    own = None if keys is None else keys.copy()  # the engine goes on with it
+                    (under_way[place],) = self.engine.add(
+                        prompt, one, take, priority=request.priority, keys=own
+                    )
             except TokenTwinError as error:
                 search.fail(str(error))
 
@@ -279,6 +290,19 @@ class EngineBackend:
         self._unfinished += sampling.n
         search.begin()
         return search.generation
+
+    def _page_keys(
+        self, prompt: Sequence[int], before: Sequence[TokenKeys | None], hypothesis: Hypothesis
+    ) -> TokenKeys | None:
+        """A hypothesis' page keys, from those of the step before, so that a prompt is hashed once; None for the first."""
+        if not hypothesis.token_ids:
+            return None
+        parent = before[hypothesis.parents[-1]]
+        if parent is None:
+            return TokenKeys(self.engine.config.page_tokens, [*prompt, *hypothesis.token_ids])
+        keys = parent.copy()
+        keys.extend(hypothesis.token_ids[-1:])
+        return keys
 
     def _ends(self, sampling: Sampling) -> frozenset[int]:
         own = frozenset[int]() if sampling.ignore_eos else self.engine.eos_token_ids

@@ -61,6 +61,16 @@ def test_the_beams_are_those_of_the_blocking_search(width: int, penalty: float, 
     assert answer["usage"]["completion_tokens"] == sum(len(h.token_ids) for h in expected)
 
 
+def test_hypotheses_find_all_full_pages_before_their_last_token() -> None:
+    prompt, output, width, size = list(range(3, 43)), 30, 4, 8
+    with serving_engine(page_tokens=size, num_pages=128) as server:
+        body = {"use_beam_search": True, "n": width, "max_tokens": output, "ignore_eos": True}
+        ask(server, prompt=prompt, **body)
+        lengths = range(len(prompt) + 1, len(prompt) + output)
+        expected = width * sum((length - 1) // size * size for length in lengths)
+        assert server.backend.stats().prefix_hits_tokens == expected
+
+
 def test_ends_of_the_clients_own_and_log_probabilities() -> None:
     with serving_engine() as server, running_engine(tiny_model()) as engine:
         plain = beam_search(engine, PROMPT, width=3, max_tokens=6)
