@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from typing import Any
 
@@ -345,12 +345,19 @@ def first_difference(a: RunRecord, b: RunRecord) -> FirstDifference | None:
 
 def _ratios(sides: tuple[Side, Side]) -> dict[str, tuple[float, int]]:
     """Of all stages of a pipeline together, whose mean is recorded."""
-    a, b = (RecordedPrices(side.record, None) for side in sides)
-    stages = max(sides[1].depths) / max(sides[0].depths)
-    ratios = {key: stages * ratio for key, ratio in a.ratios(b).items()}
+    a, b = (RecordedPrices(_all_stages(side), None) for side in sides)
+    ratios = a.ratios(b)
     kinds = {
         "decode": [ratio for key, ratio in ratios.items() if not key[2]],
         "prefill": [ratio for key, ratio in ratios.items() if key[2] and not key[3]],
         "mixed": [ratio for key, ratio in ratios.items() if key[2] and key[3]],
     }
     return {name: (float(np.mean(values)), len(values)) for name, values in kinds.items() if values}
+
+
+def _all_stages(side: Side) -> RunRecord:
+    """The run with the device time of all stages in each step."""
+    record, stages = side.record, np.array(side.depths)
+    fleet = record.fleet
+    pool = np.zeros(len(record.steps), np.int64) if fleet is None else fleet.pool_of[record.steps.replica]
+    return replace(record, steps=replace(record.steps, gpu_s=record.steps.gpu_s * stages[pool]))

@@ -471,7 +471,8 @@ def simulate(
             "--scheduling-policy edf needs deadlines: set --goodput ttft:MS, or a tenant's goodput in a workload file"
         )
     prices = [pricer] if pricer is not None and not isinstance(pricer, Sequence) else pricer
-    if built.limits.pipelined and not all(hasattr(each, "stage_s") for each in prices or ()):
+    staged = [member.limits.pipelined for member in built.pools or (built,)]
+    if any(pp and not hasattr(each, "stage_s") for pp, each in zip(staged, prices or (), strict=False)):
         raise UsageError("these prices know no stages; price a pipeline with those of its deployment")
     fleet = None
     if is_fleet(d):

@@ -167,7 +167,8 @@ class RequestLog:
         if not self.ranges:
             empty = np.empty(0, np.int64)
             return TokenRanges(offsets[: len(rows) + 1], empty, empty.copy())
-        ranges = [(*entry, 1)[:5] for entry in self.ranges] if self.speculates else self.ranges
+        # Replicas of a pipeline write the tokens of each step down, which is one unless drafts are verified.
+        ranges = [(*entry, 1)[:5] if self.speculates else entry[:4] for entry in self.ranges]
         table = np.array(ranges, np.int64)
         base = np.cumsum([0, *(len(log) for log in logs[:-1])])
         place = np.empty(self.count, np.int64)

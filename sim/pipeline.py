@@ -12,6 +12,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
+import numpy as np
 from simpy.events import Event
 
 from serving.plan import StepPlan
@@ -111,12 +112,18 @@ def serve_pipeline(replica: Replica) -> Generator[Event, object, None]:
 def bubble_share(record: RunRecord) -> float | None:
     """Share of the time with steps in flight in which a stage idles, in the mean over the stages; None without stages.
 
-    m equal steps sent at once through P stages leave (P - 1) / (m + P - 1). Host work that delays a step counts.
+    m equal steps sent at once through P stages leave (P - 1) / (m + P - 1). Host work that delays a step counts. Of a
+    fleet, the replicas of pools with stages count, each by its number of stages.
     """
-    if (record.meta.get("deployment") or {}).get("pipeline_parallel_size", 1) == 1 or not len(record.steps):
+    s = record.steps
+    stages = np.full(len(s), (record.meta.get("deployment") or {}).get("pipeline_parallel_size", 1))
+    if record.fleet is not None and any(pool.pipeline_parallel_size > 1 for pool in record.fleet.pools):
+        stages = record.fleet.per_replica("pipeline_parallel_size")[s.replica]
+    if not (stages > 1).any():
         return None
-    busy_s = float((record.steps.end_s - record.steps.start_s).sum())
-    return max(0.0, 1.0 - float(record.steps.gpu_s.sum()) / busy_s)
+    weight = np.where(stages > 1, stages, 0)
+    busy_s = float((weight * (s.end_s - s.start_s)).sum())
+    return max(0.0, 1.0 - float((weight * s.gpu_s).sum()) / busy_s)
 
 
 def _price(replica: Replica, plan: StepPlan, step: int) -> tuple[list[float], float, float]:

@@ -76,8 +76,12 @@ def most_replicas(d: Deployment) -> int:
 
 def num_gpus(d: Deployment) -> int:
     """GPUs at the start."""
-    ranks = sum(p.replicas * (p.tensor_parallel_size or d.tensor_parallel_size) for p in pool_specs(d))
-    return ranks * d.pipeline_parallel_size
+    return sum(
+        p.replicas
+        * (p.tensor_parallel_size or d.tensor_parallel_size)
+        * (p.pipeline_parallel_size or d.pipeline_parallel_size)
+        for p in pool_specs(d)
+    )
 
 
 def devices(built: Built) -> str:

@@ -47,6 +47,7 @@ class PoolPlan:
             c.max_num_seqs,
             c.max_num_batched_tokens,
             self.cold_start_s,
+            c.pipeline_parallel_size,
         )
 
 

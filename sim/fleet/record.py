@@ -41,6 +41,7 @@ class PoolFacts:
     max_num_seqs: int
     max_num_batched_tokens: int
     cold_start_s: float
+    pipeline_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,7 @@ class Pool(_Spec):
     """Capacity of one replica for the router; by default estimated from prices and KV pages."""
     gpu: str | None = None
     tensor_parallel_size: int | None = Field(default=None, ge=1)
+    pipeline_parallel_size: int | None = Field(default=None, ge=1)
     dtype: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None

@@ -15,12 +15,14 @@ from costmodel.pricer import StepPricer
 from serving.config import SchedulerConfig
 from serving.errors import UsageError
 from sim.deployment import Deployment, build, simulate
+from sim.fleet.build import num_gpus
 from sim.noise import StepNoise
 from sim.pipeline import bubble_share, serve_pipeline
 from sim.record import RunRecord, Status
 from sim.replica import Replica
 from sim.workload.types import Workload
 from sim.world import run_world
+from tests.sim.test_fast_forward import assert_same
 from tests.sim.worlds import LinearPricer, make_workload
 
 
@@ -196,3 +198,79 @@ def test_work_of_a_device_is_its_share_of_the_whole() -> None:
         built.pricer.step_work(*step, decoding), whole.step_work(*step, decoding), strict=True
     ):
         assert of_one * 4 == pytest.approx(of_all, rel=1e-9)
+
+
+# ---- of a pool -------------------------------------------------------------------------------------------------
+
+FLEET = {"model": "qwen3-0.6b", "gpu": "h200", "max_num_seqs": 8, "max_num_batched_tokens": 512}
+STAGED = {"name": "staged", "pipeline_parallel_size": 2, "weight": 1.0}
+PLAIN = {"name": "plain", "weight": 1.0}
+
+
+def traffic(seed: int, count: int = 30) -> Workload:
+    rng = np.random.default_rng(seed)
+    sent = np.cumsum(rng.exponential(0.005, count)).tolist()
+    return make_workload(sent, rng.integers(1, 400, count).tolist(), rng.integers(1, 40, count).tolist())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pools_with_stages_are_a_deployment_with_stages(seed: int) -> None:
+    """The same replicas behind the same router: whether the stages are said once or in each pool."""
+    pools = [{"name": "a"}, {"name": "b"}]
+    whole = Deployment.model_validate({**FLEET, "pipeline_parallel_size": 2, "pools": pools})
+    each = Deployment.model_validate(
+        {**FLEET, "pools": [{**pool, "pipeline_parallel_size": 2} for pool in pools]}
+    )
+    runs = [simulate(traffic(seed), deployment) for deployment in (whole, each)]
+    assert_same(*runs)
+    assert bubble_share(runs[0]) == bubble_share(runs[1])
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from(["round_robin", "least_outstanding", "central"]))
+def test_a_pool_with_stages_beside_one_without(seed: int, router: str) -> None:
+    """Each pool goes its own way: bubbles are those of the staged replica, and every token is there once."""
+    d = Deployment.model_validate({**FLEET, "router": router, "pools": [STAGED, PLAIN]})
+    record = simulate(traffic(seed), d)
+    r, s = record.requests, record.steps
+    assert (r.status == Status.FINISHED).all()
+    for row in range(len(r)):
+        times_s = record.engine_token_times_s(row)
+        assert len(times_s) == r.output_tokens[row] == r.max_output_tokens[row]
+        assert (np.diff(times_s) > 0).all()
+    assert record.fleet is not None
+    assert record.fleet.per_replica("pipeline_parallel_size").tolist() == [2, 1]
+    mine = s.replica == 0
+    share = bubble_share(record)
+    assert share is not None
+    assert share == pytest.approx(1 - s.gpu_s[mine].sum() / (s.end_s - s.start_s)[mine].sum())
+
+
+def test_a_pool_does_with_its_requests_what_it_does_alone() -> None:
+    work = traffic(1)
+    record = simulate(work, Deployment.model_validate({**FLEET, "pools": [STAGED, PLAIN]}))
+    for pool, stages in ((0, 2), (1, 1)):
+        rows = np.flatnonzero(record.requests.replica == pool)
+        assert len(rows) == len(work) // 2
+        mine = make_workload(
+            work.sent_s[rows].tolist(), work.prompt_tokens[rows].tolist(), work.output_tokens[rows].tolist()
+        )
+        alone = simulate(mine, Deployment.model_validate({**FLEET, "pipeline_parallel_size": stages}))
+        np.testing.assert_array_equal(alone.requests.last_token_s, record.requests.last_token_s[rows])
+
+
+def test_prefill_on_one_device_and_decode_on_stages() -> None:
+    pools = [{"role": "prefill"}, {"role": "decode", "pipeline_parallel_size": 2}]
+    built = build(Deployment.model_validate({**FLEET, "pools": pools}))
+    record = simulate(traffic(2), built)
+    assert (record.requests.status == Status.FINISHED).all()
+    assert [pool.deployment.gpus_per_replica for pool in built.pools] == [1, 2]
+    assert num_gpus(built.deployment) == 3
+    with pytest.raises(
+        UsageError, match=r"pool y: --pipeline-parallel-size must be in 1\.\.28, not 40"
+    ):
+        build(
+            Deployment.model_validate(
+                {**FLEET, "pools": [PLAIN, {"name": "y", "weight": 1, "pipeline_parallel_size": 40}]}
+            )
+        )

@@ -30,12 +30,15 @@ def test_a_run_says_what_it_is_and_that_nobody_validated_it(tokentwin: Command, 
     assert words in (tmp_path / "report.html").read_text()
 
 
-def test_runs_of_a_pipeline_are_not_replayed_step_by_step(tokentwin: Command, tmp_path: Path) -> None:
+def test_what_a_pipeline_changes_is_told_apart(tokentwin: Command, tmp_path: Path) -> None:
     for name, stages in (("a", "1"), ("b", "2")):
         tokentwin("simulate", *SMALL, "--replications", "1", "--pp", stages, "-o", tmp_path / name)
-    answer = tokentwin("diff", tmp_path / "a", tmp_path / "b")
-    assert answer.code == 2
-    assert "ran in a pipeline" in answer.error
+    answer = tokentwin("diff", tmp_path / "a", tmp_path / "b", "-o", tmp_path)
+    assert answer.code == 0
+    parts = json.loads((tmp_path / "diff.json").read_text())["metrics"]["mean_tpot"]["parts"]
+    assert parts["transfer"] > 0
+    assert parts["pipeline"] > 0
+    assert "unexplained" not in answer.out
 
 
 def test_plain_runs_say_nothing_of_pipelines(tokentwin: Command, tmp_path: Path) -> None:
