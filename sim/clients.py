@@ -65,7 +65,7 @@ class Client:
         return channel
 
     def _new(self) -> Channel:
-        return Channel(self.line.rtt_s / 2, self.line.pace_s, self.line.window_bytes)
+        return Channel(self.line.rtt_s / 2, self.line.window_bytes)
 
 
 class Clients:
@@ -117,16 +117,17 @@ class Clients:
         """A client for each request, by number among those of its tenant."""
         own = np.where(first_turn >= 0, first_turn, np.arange(len(first_turn)))
         out = own.copy()
-        for index, line in enumerate(self.net.lines):
+        groups = np.zeros(len(own), np.int64) if self.net.shared else np.array(self._tenant, np.int64)
+        for index, line in enumerate(self.net.lines[:1] if self.net.shared else self.net.lines):
             if line.clients is not None:
-                mine = np.flatnonzero(np.array(self._tenant) == index)
+                mine = np.flatnonzero(groups == index)
                 _, first, place = np.unique(own[mine], return_index=True, return_inverse=True)
                 out[mine] = np.argsort(np.argsort(first))[place] % line.clients
         numbers: list[int] = out.tolist()
         return numbers
 
     def _client(self, row: int) -> Client:
-        key = (self._tenant[row], self._whose[row])
+        key = (0 if self.net.shared else self._tenant[row], self._whose[row])
         if (client := self._clients.get(key)) is None:
             client = self._clients[key] = Client(self.net.lines[key[0]])
         return client
@@ -165,6 +166,7 @@ class Clients:
             lag_s=self._lag_s,
             event_bytes=net.event_bytes,
             token_bytes=net.token_bytes,
+            pace_s=net.lines[self._tenant[row]].pace_s,
         )
         client.channel(row, stream)
         begins_s = max(now_s + opening_s, client.up_free_s)
@@ -250,7 +252,7 @@ class Clients:
         """What the way of the last event consisted of."""
         row, left_s, seen_s = stream.row, stream.left_s[-1], stream.seen_s[-1]
         line = client.line
-        if line.clients is None and not line.pace_s and math.isinf(line.window_bytes):
+        if line.clients is None and not stream.pace_s and math.isinf(line.window_bytes):
             self.way_out_s[row] = seen_s - left_s
             return
         at_once_s, read_s = alone(stream, channel, line.down_s_per_byte)

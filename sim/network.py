@@ -53,6 +53,8 @@ class Way(BaseModel):
 class Network(Way):
     """The way of all tenants, and by name what is otherwise for some of them."""
 
+    shared: bool = False
+    """All tenants share the clients, as behind one gateway; they may then differ in reader_tokens_per_s alone."""
     event_bytes: int = Field(default=250, ge=1)
     """Bytes of an event with one token, its JSON and framing (about 250 in the OpenAI API)."""
     token_bytes: float = Field(default=4.5, gt=0, allow_inf_nan=False)
@@ -84,6 +86,13 @@ class Network(Way):
             elif merged.protocol not in _NEEDS_CONNECTIONS and way.connections is not None:
                 raise ValueError(
                     f"{where}connections has an effect only with protocol http/1.1 or http/1.1-pipelined"
+                )
+        if self.shared and self.clients is None:
+            raise ValueError("shared has an effect only with clients")
+        for name, way in self.tenants.items() if self.shared else ():
+            if own := sorted(way.model_fields_set - {"reader_tokens_per_s"}):
+                raise ValueError(
+                    f"tenants: {name}: {own[0]} is that of the clients, which all tenants share; set it for all"
                 )
         ways = [self.merged(way) for way in (self, *self.tenants.values())]
         parts = {
@@ -121,6 +130,8 @@ class Network(Way):
         for tenant in tenants:
             own = self.tenants.get(tenant.name) or self.tenants.get(tenant.slo_class) or self
             out.append(self._line(self.merged(own), tenant))
+        if self.shared and len({line.rtt_s for line in out}) > 1:
+            raise UsageError("--network: shared: the workload's tenants differ in rtt_ms; set rtt_ms for all")
         return out
 
     def _line(self, way: Way, tenant: Tenant) -> Line:
@@ -187,6 +198,8 @@ class Delivering:
     gateway_event_s: float = 0.0
     buffer_bytes: float = float("inf")
     send_timeout_s: float = 30.0
+    shared: bool = False
+    """Clients are those of all tenants."""
 
 
 def check_network(d: Deployment) -> None:
@@ -227,4 +240,5 @@ def delivering(
         gateway_event_s=gateway_s,
         buffer_bytes=float("inf") if network.buffer_kib is None else network.buffer_kib * 1024,
         send_timeout_s=30.0 if network.send_timeout_s is None else network.send_timeout_s,
+        shared=network.shared,
     )

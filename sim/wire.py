@@ -24,6 +24,7 @@ class Stream:
         "interval",
         "lag_s",
         "left_s",
+        "pace_s",
         "passed_s",
         "pending",
         "pending_s",
@@ -45,10 +46,12 @@ class Stream:
         lag_s: float = 0.0,
         event_bytes: float = 0.0,
         token_bytes: float = 0.0,
+        pace_s: float = 0.0,
     ) -> None:
         self.row = row
         self.interval, self.slice_s, self.lag_s = interval, slice_s, lag_s
         self.event_bytes, self.token_bytes = event_bytes, token_bytes
+        self.pace_s = pace_s
         self.left_s: list[float] = []
         """When each event leaves the server."""
         self.tokens: list[int] = []
@@ -116,13 +119,12 @@ class Channel:
         "_unread_bytes",
         "half_rtt_s",
         "last_s",
-        "pace_s",
         "streams",
         "window_bytes",
     )
 
-    def __init__(self, half_rtt_s: float, pace_s: float, window_bytes: float) -> None:
-        self.half_rtt_s, self.pace_s, self.window_bytes = half_rtt_s, pace_s, window_bytes
+    def __init__(self, half_rtt_s: float, window_bytes: float) -> None:
+        self.half_rtt_s, self.window_bytes = half_rtt_s, window_bytes
         self.streams: deque[Stream] = deque()
         """In the order in which they are answered."""
         self.last_s = -inf
@@ -160,7 +162,7 @@ class Channel:
         seen_s = max(departs_s + self.half_rtt_s, self._reader_s)
         stream.passed_s.append(at_s)
         stream.seen_s.append(seen_s)
-        self._reader_s = seen_s + stream.tokens[place] * self.pace_s
+        self._reader_s = seen_s + stream.tokens[place] * stream.pace_s
         if self.window_bytes < inf:
             self._unread.append((seen_s, stream.sizes[place]))
             self._unread_bytes += stream.sizes[place]
@@ -216,11 +218,11 @@ class Wire:
 def alone(stream: Stream, channel: Channel, s_per_byte: float) -> tuple[float, float]:
     """When the client would have the last event of an answer, were the line its own: reading at once, and as it does."""
     ends_s = []
-    for pace_s, window_bytes in ((0.0, inf), (channel.pace_s, channel.window_bytes)):
-        again = Stream(stream.row)
+    for pace_s, window_bytes in ((0.0, inf), (stream.pace_s, channel.window_bytes)):
+        again = Stream(stream.row, pace_s=pace_s)
         again.left_s, again.tokens, again.sizes = stream.left_s, stream.tokens, stream.sizes
         again.complete = True
-        own = Channel(channel.half_rtt_s, pace_s, window_bytes)
+        own = Channel(channel.half_rtt_s, window_bytes)
         own.streams.append(again)
         wire = Wire(s_per_byte)
         wire.offer(own)

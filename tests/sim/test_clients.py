@@ -150,6 +150,24 @@ def test_tenants_have_ways_of_their_own() -> None:
     np.testing.assert_allclose(record.requests.network_s, [0.02 + 0.001, 0.3 + 0.1])
 
 
+def test_one_slow_reader_behind_a_gateway_holds_up_the_readers_of_other_tenants() -> None:
+    """The slow one's four tokens are read in a second each. Two more requests come a moment later, of a quick reader."""
+    tenants = (Tenant("slow"), Tenant("quick"))
+    workload = replace(
+        make_workload([0.0, 0.1, 0.1], [1] * 3, [4, 2, 2]), tenant=np.array([0, 1, 1]), tenants=tenants
+    )
+    ways = {"clients": 1, "shared": True, "tenants": {"slow": {"reader_tokens_per_s": 1}}}
+    last = {}
+    for protocol, connections in (("http/2", None), ("http/1.1", 2), ("http/1.1-pipelined", 1)):
+        r = run(workload, Network(protocol=protocol, connections=connections, **ways)).requests
+        assert r.last_token_s[0] == 0.25 + 3
+        assert r.reader_s.tolist() == [0.25 + 3 - 1.0, 0.0, 0.0]
+        last[protocol] = r.last_token_s[1:].tolist()
+    # The engine has both at 0.75 s. Of two connections the slow one keeps its own, so that one waits for the other and
+    # joins the step at 1 s. In the pipeline all is read before them, the slow one's last token until 4.25 s.
+    assert last == {"http/2": [0.75, 0.75], "http/1.1": [0.75, 1.5], "http/1.1-pipelined": [4.25, 4.25]}
+
+
 def test_gathering_is_seen_between_events_and_not_at_the_ends() -> None:
     workload = make_workload([0.0], [1], [9])
     assert run(workload, interval=4).event_times_s(0).tolist() == [0.25, 1.25, 2.25]
@@ -210,6 +228,7 @@ def networks(draw: st.DrawFn) -> Network:
         }
         if words["protocol"] != "http/2":
             words["connections"] = draw(st.integers(1, 3))
+        words["shared"] = draw(st.booleans())
     if words["reader_tokens_per_s"] and draw(st.booleans()):
         words |= {"buffer_kib": 1, "send_timeout_s": draw(st.sampled_from([0.05, 1.0]))}
     return Network(**words)  # type: ignore[arg-type]

@@ -35,8 +35,10 @@ def carry(*channels: Channel, s_per_byte: float = BYTE_S, until_s: float = inf) 
 
 
 def channel(*streams: Stream, half_rtt_s: float = 0.0, pace_s: float = 0.0, window: float = inf) -> Channel:
-    made = Channel(half_rtt_s, pace_s, window)
+    made = Channel(half_rtt_s, window)
     made.streams.extend(streams)
+    for each in streams:
+        each.pace_s = pace_s
     return made
 
 
@@ -133,7 +135,7 @@ def test_nothing_comes_before_it_was_sent_or_out_of_order_or_is_lost(network) ->
         assert all(seen_s >= left_s + 0.01 for seen_s, left_s in zip(one.seen_s, one.left_s, strict=True))
         assert one.seen_s == sorted(one.seen_s)
         # Others never help: alone it would be there as early, or earlier.
-        own = channel(half_rtt_s=0.01, pace_s=channels[0].pace_s, window=channels[0].window_bytes)
+        own = channel(half_rtt_s=0.01, window=channels[0].window_bytes)
         at_once_s, read_s = alone(one, own, BYTE_S)
         assert one.left_s[-1] + 0.01 <= at_once_s <= read_s + 1e-9
         assert read_s <= one.seen_s[-1] + 1e-9

@@ -31,6 +31,8 @@ SLOW_APP = {"clients": 1, "protocol": "http/1.1-pipelined", "reader_tokens_per_s
         ("{rtt_ms: 5, without: reader}", "reader is not there to be left out"),
         ("{buffer_kib: 5}", "buffer_kib has an effect only with reader_tokens_per_s or bandwidth_mbit_s"),
         ("{send_timeout_s: 5}", "send_timeout_s has an effect only with buffer_kib"),
+        ("{shared: true}", "shared has an effect only with clients"),
+        ("{clients: 1, shared: true, tenants: {default: {rtt_ms: 5}}}", "rtt_ms is that of the clients"),
         ("{rtt_ms: -5}", "--network.rtt_ms"),
         ("fast", "is not a mapping"),
     ],
