@@ -13,7 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from realengine.architecture import Architecture, Rope
+from realengine.checkpoint import DummyCheckpoint
+from realengine.complete import complete
+from realengine.generation import Sampling
 from realengine.kernels import (
+    Operators,
     decode_attention,
     decode_attention_ref,
     prefill_attention,
@@ -23,8 +28,12 @@ from realengine.kernels import (
     rotary,
     rotary_ref,
 )
+from realengine.kernels.launch import INTERPRETING
 from realengine.kernels.recent_ref import Recent
+from realengine.load import Source
+from tests.realengine.engines import TINY
 from tests.realengine.kernels.paged import DEVICE, TOLERANCE, Paged, close, paged, plain_attention
+from tests.realengine.recent_engine import running_twice
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 WINDOW = 20
@@ -217,3 +226,27 @@ def test_late_rows_go_to_their_slots_and_nowhere_else(kv_heads: int, dim: int, d
         assert torch.equal(ring, copy)
         assert torch.equal(ring[slots], new[rows])
     recent.write_recent(k, v, rows[:0], slots[:0], *rings)
+
+
+class AttentionByTriton(Operators):
+    """The kernels that know of rings, and references of the others, which are slow to interpret."""
+
+    def __getattr__(self, name: str) -> Any:
+        self.triton = "attention" in name or name in ("rotary_write_kv", "write_recent")
+        return super().__getattr__(name)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="the engine beside it is on the CPU")
+def test_an_engine_of_these_kernels_gives_the_logits_of_the_cpu() -> None:
+    """Chunks, decodes padded as for a graph, a prefix found in the cache, copies of a page."""
+    source = Source(
+        Architecture(TINY.model_copy(update={"num_layers": 1}), Rope(), 1e-6), DummyCheckpoint(TINY), None
+    )
+    prompts = [[3 * i % 59 + 1 for i in range(10)] + [7 * i + 2 for i in range(n)] for n in (2, 3)]
+    limits = {"page_tokens": 8, "max_num_seqs": 3, "max_num_batched_tokens": 16}
+    sampling = Sampling(max_tokens=4, temperature=1.0, seed=5, n=2, ignore_eos=True)
+    operators = AttentionByTriton(triton=True)
+    with running_twice(operators, 5, "int4", source=source, sizes=(3,), **limits) as (engine, twice):
+        complete(engine, prompts, sampling)
+    assert min(twice.replayed, twice.computed, twice.copied, twice.behind_prefixes) > 0
+    assert twice.worst < 5e-3
