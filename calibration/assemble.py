@@ -15,7 +15,7 @@ import numpy as np
 
 from calibration import bench_table, lss, vidur
 from calibration.fit import DEFAULT_OPTIONS, Options, fit_kernel, grid_groups, shape_groups
-from calibration.mixed import fit_empty_block, without_empty_blocks
+from calibration.mixed import decode_share, fit_empty_block
 from calibration.sources import read_sources
 from calibration.tables import (
     Samples,
@@ -220,7 +220,7 @@ def fit_profile(
                 continue
             alone, hw = fits["prefill"]["bfloat16"], hardware(facts)
             fixed["empty_block_s"] = fit_empty_block(some, alone, hw)
-            some = lss.decode_share(without_empty_blocks(some, hw, fixed["empty_block_s"]), alone, hw)
+            some = decode_share(some, alone, hw, fixed["empty_block_s"])
             group = "decode_mixed"
         fit = _fit(group, name, some, facts, options, fixed)
         progress(f"{facts.name} {group} {name}: {fit.errors} ({fit.num_points:,} points; {_reasons(some)})")

@@ -20,11 +20,9 @@ import numpy as np
 
 from calibration.tables import Samples, Table, drop_impossible, drop_spikes, is_problem, number
 from costmodel.formats import hardware
-from costmodel.kernels import Hardware
 from costmodel.layers import elementwise_bytes, embedding_bytes, final_norm_bytes
 from costmodel.model import Gemm, ModelShape, load_model
-from costmodel.predict import Kernel
-from costmodel.profile import DeviceFacts, KernelFit
+from costmodel.profile import DeviceFacts
 from serving.errors import UsageError
 
 _NAME = re.compile(r"lss_(?P<gpu>[a-z0-9]+)_(?P<model>.+)_tp(?P<tp>\d+)_(dense|per_sequence|attention|moe)$")
@@ -206,31 +204,3 @@ def _attention(table: Table, model: ModelShape, tp: int) -> dict[str, list[Point
         else:
             found["mixed"].append((shape, (chunk, before, batch, context), seconds))
     return found
-
-
-def decode_share(mixed: Samples, prefill: KernelFit, hw: Hardware) -> Samples:
-    """What decodes add to the work of a kernel that also prefills: shape (heads, kv_heads), grid (batch, context).
-
-    A mixed kernel takes as long as its longest prefill chunk alone or, if that is more, as all its work: the
-    chunk's share of a busy device plus the decodes. Rows whose chunk alone would take most of the time say
-    nothing about the decodes and are left out; the median over chunks is taken.
-    """
-    kernel = Kernel("prefill", prefill, hw)
-    crowd = 64.0
-    added: dict[tuple[float, ...], list[float]] = {}
-    shapes, which = np.unique(mixed.shape, axis=0, return_inverse=True)
-    for s, shape in enumerate(shapes):
-        rows = which.ravel() == s
-        chunk, before, batch, context = mixed.grid[rows].T
-        alone = kernel.seconds(shape.tolist(), 1.0, chunk, before)
-        share = (kernel.seconds(shape.tolist(), crowd, chunk, before) - kernel.launch_s) / crowd
-        left = mixed.seconds[rows] - np.minimum(kernel.launch_s + share, alone)
-        telling = mixed.seconds[rows] > 1.25 * alone
-        for b, c, value in zip(batch[telling], context[telling], left[telling], strict=True):
-            added.setdefault((*shape.tolist(), b, c), []).append(float(value))
-    kept = {key: float(np.median(values)) for key, values in added.items() if len(values) >= 3}
-    keys = np.array(list(kept)).reshape(len(kept), 4)
-    dropped = Counter(mixed.dropped)
-    dropped["decodes hidden behind the prefill"] += len(mixed) - sum(len(v) for v in added.values())
-    seconds = np.maximum(np.array(list(kept.values())), 1e-7)
-    return Samples("decode_mixed", keys[:, :2], keys[:, 2:], seconds, dropped, mixed.source)

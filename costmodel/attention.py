@@ -23,6 +23,12 @@ Floats = npt.NDArray[np.float64]
 _FAR_CONTEXT = 8192.0
 """Context at which the slope of a chunk's time in earlier context is taken, unless a fit says `far_context`."""
 
+SHORT_CHUNK = 16.0
+"""Tokens of a chunk that is one thread block per head and walks its context as a decode does."""
+
+_ONE_GRID_S = 1e-12
+"""A fit with less for an empty block is of kernels that do not share a grid, so that there are none."""
+
 _CROWD = 64.0
 """Chunks side by side at which a chunk's share of a busy device is taken."""
 
@@ -90,10 +96,19 @@ class Attention:
         """0 where a batch's mean context sets its time, 1 where its longest does (rows padded to the longest)."""
         self.empty_tile_s = 0.0
         """One query tile of a varlen kernel that has nothing to do (`costmodel.kernels.empty_tile_s`)."""
+        self.tail_token_s = 0.0
+        """One context token of a thread block alone on a multiprocessor, where chunks and decodes share a grid."""
+        self.heads = self._shape[0]
+        self.row_load = self._shape[0] / self._hw.num_sms
+        """Thread blocks of one decode per multiprocessor."""
         if self._mixed is not None:
             self.empty_tile_s = (
                 empty_tile_s(self._mixed.coefficients, self._hw, self._shape[0]) * self._layers
             )
+            if self._mixed.coefficients["empty_block_s"] >= _ONE_GRID_S:
+                far = self._prefill.coefficients.get("far_context", _FAR_CONTEXT)
+                ends = self._prefill_at(1.0, np.full(2, SHORT_CHUNK), np.array([0.0, far]))
+                self.tail_token_s = max(float(ends[1] - ends[0]), 0.0) / far
 
     def _fit(self, profile: DeviceProfile, group: str, kv_name: str) -> KernelFit | None:
         fit, lender = attention_fit(getattr(profile, group), kv_name)
@@ -131,7 +146,7 @@ class Attention:
         tables = [np.interp(every, steps, t) for t in (alone, alone_slope, share, share_slope)]
         return tables[0], tables[1], tables[2], tables[3]
 
-    def _prefill_at(self, batch: float, tokens: Floats, context: float) -> Floats:
+    def _prefill_at(self, batch: float, tokens: Floats, context: float | Floats) -> Floats:
         seconds = self._prefill.seconds(self._shape, batch, tokens, context)
         pairs = batch * (tokens * context + tokens * (tokens + 1.0) / 2.0)
         floor = 4.0 * self._shape[0] * self._hw.head_dim * pairs / self._hw.peak_flops

@@ -218,6 +218,22 @@ def empty_tile_s(c: Coefficients, hw: Hardware, heads: float) -> float:
     return heads * c["empty_block_s"] / hw.num_sms
 
 
+def tail_s(longer_s: Floats, own_s: Floats, work_s: Floats) -> Floats:
+    """What a kernel that prefills and decodes waits for its longest thread block after all other work is done.
+
+    Multiprocessors take blocks in order, heads outermost, so a sequence's last head starts when `work_s` is nearly
+    over; its block walks the whole context alone: `longer_s` more than the blocks of an average sequence. The part
+    `own_s` of the work is such long blocks themselves, whose end is in `work_s` already.
+    """
+    return np.asarray(longer_s * np.maximum(1.0 - own_s / work_s, 0.0))
+
+
+def without_tail(seconds: Floats, longer_s: Floats, own_s: Floats) -> Floats:
+    """The `work_s` that together with its `tail_s` takes `seconds`."""
+    half = (seconds - longer_s) / 2.0
+    return np.asarray(np.minimum(half + np.sqrt(half**2 + longer_s * own_s), seconds))
+
+
 def decode_mixed_s(
     c: Coefficients, hw: Hardware, heads: Floats, kv_heads: Floats, batch: Floats, context: Floats
 ) -> Floats:

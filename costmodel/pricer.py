@@ -25,6 +25,9 @@ from serving.errors import UsageError
 Floats = npt.NDArray[np.float64]
 
 _TILE_LESS_1 = MIXED_QUERY_TILE - 1
+_ROWS = 16
+"""Between this many tokens the table of linear layers runs straight: a matrix instruction takes as many rows."""
+
 MAX_GRAPH_TOKENS = 512
 """Largest batch vLLM captures a CUDA graph for by default."""
 
@@ -37,6 +40,21 @@ def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
     """
     most = min(2 * max_num_seqs, MAX_GRAPH_TOKENS, max_num_batched_tokens)
     return [s for s in (1, 2, 4, *range(8, 256, 8), *range(256, MAX_GRAPH_TOKENS + 1, 16)) if s <= most]
+
+
+def _stairs(at: Floats, known: Floats, values: Floats) -> Floats:
+    """Rising `values` of whole products at `known` row counts, carried to the counts `at`.
+
+    A product that grew faster than its rows went up a stair, and did so right after the lower count: tiles are
+    computed whole.
+    """
+    above = np.minimum(np.searchsorted(known, at), len(known) - 1)
+    below = np.maximum(above - 1, 0)
+    first = known[below] + 1.0
+    risen = np.maximum(values[below], values[above] * first / known[above])
+    run = np.maximum(known[above] - first, 1.0)
+    between = risen + (values[above] - risen) * np.clip((at - first) / run, 0.0, 1.0)
+    return np.asarray(np.where(at >= known[above], values[above], between))
 
 
 class StepPricer:
@@ -108,6 +126,9 @@ class StepPricer:
         self._prefill_launch_s = self._attention.launch_s
         self._longest_share = self._attention.longest_share
         self._empty_tile_s = self._attention.empty_tile_s
+        self._tail_token_s = self._attention.tail_token_s
+        self._half_heads = self._attention.heads * 2.0
+        self._row_load = self._attention.row_load
         self._host = profile.host
         self.page_move_s = 0.0
         """Time to copy one KV page to host memory or back; set where a deployment swaps."""
@@ -144,7 +165,7 @@ class StepPricer:
             if num_decodes:
                 total = total + self._decode_s(num_decodes, decode_context_sum, decode_context_max)
             return total
-        longest = 0.0
+        longest = reach = own = 0.0
         work = self._prefill_launch_s
         alone, alone_slope, share, share_slope = (
             self._alone,
@@ -163,7 +184,10 @@ class StepPricer:
             by_itself = alone[chunk] + alone_slope[chunk] * seen
             if by_itself > longest:
                 longest = by_itself
-            work = work + (share[chunk] + share_slope[chunk] * seen)
+            part = share[chunk] + share_slope[chunk] * seen
+            work = work + part
+            if seen + chunk > reach:
+                reach, own = seen + chunk, part
             if chunk > most:
                 most = chunk
             tiles += (chunk + _TILE_LESS_1) // MIXED_QUERY_TILE
@@ -174,6 +198,10 @@ class StepPricer:
             work, last = self._mixed_s(work, num_decodes, decode_context_sum, decode_context_max)
             if last > longest:
                 longest = last
+            if self._tail_token_s:
+                work = work + self._tail_s(
+                    work, reach, own, num_decodes, decode_context_sum, decode_context_max
+                )
         return total + (longest if longest > work else work)
 
     def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
@@ -222,6 +250,26 @@ class StepPricer:
         longest = self._prefill_launch_s + most * curve.longest_slope
         return work + self._on_curve(curve, self._effective(num_decodes, context_sum, context_max)), longest
 
+    def _tail_s(
+        self, work: float, reach: float, own: float, num_decodes: int, context_sum: int, context_max: int
+    ) -> float:
+        """The wait for the longest sequence (`costmodel.kernels.tail_s`): the chunk that reaches furthest, which
+        comes last, or the longest decode, anywhere in the order. None while decodes leave multiprocessors idle."""
+        window = self._window
+        mean = context_sum / num_decodes
+        # One decode with over half of all context is most of the work itself.
+        most = min(context_max, window, (context_sum + mean) / 2.0)
+        if mean > window:
+            mean = window
+        tail = (reach - mean) * self._tail_token_s * (1.0 - own / work)
+        decode = ((most - mean) * self._tail_token_s - work / self._half_heads) * (1.0 - most / context_sum)
+        if decode > tail:
+            tail = decode
+        if tail <= 0.0:
+            return 0.0
+        load = num_decodes * self._row_load
+        return tail * load if load < 1.0 else tail
+
     def _effective(self, num_decodes: int, context_sum: int, context_max: int) -> float:
         """The equal context that would take as long: the mean, or nearer to the longest where rows are padded."""
         mean = context_sum / num_decodes
@@ -242,15 +290,15 @@ class StepPricer:
         most = max(tokens, self._max_tokens, 64)
         graphs = self._graphs
         edge = graphs[-1] if graphs else 0
-        coarse = np.arange(64, most + 64, 64)
         dense = np.arange(edge + 1, min(most, 256) + 1)
-        eager = np.unique(np.concatenate([dense, coarse, coarse + 1, [edge + 1, most]]))
-        eager = eager[(eager > edge) & (eager <= max(most, edge + 1))]
+        coarse = np.arange(_ROWS, most + 2 * _ROWS, _ROWS)
+        eager = np.unique(np.concatenate([dense, coarse[coarse > edge]]))
         at_graphs = self._linear_layers.seconds(np.asarray(graphs, np.float64)) if graphs else np.empty(0)
         at_eager = self._linear_layers.eager_seconds(eager.astype(np.float64))
         values = monotone(np.concatenate([at_graphs, at_eager]))
         every = np.arange(most + 1, dtype=np.float64)
-        table = np.interp(every, eager, values[len(graphs) :])
+        known = np.concatenate([graphs[-1:], eager]).astype(np.float64)
+        table = _stairs(every, known, values[-len(known) :])
         if graphs:
             padded = np.searchsorted(graphs, every[: edge + 1])
             table[: edge + 1] = values[padded]

@@ -66,8 +66,8 @@ def test_shipped_profiles_are_what_the_command_makes() -> None:
 
 @pytest.mark.parametrize("gpu", ["rtx4090", "rtxpro6000"])
 def test_steps_of_a_layer_profile_are_reproduced(gpu: str) -> None:
-    """Llama-3.1-8B from the layers it was fitted to: linear layers within 2 %, decodes 1 %, attention of mixed
-    batches 8 %, which is 2.5 % of the step."""
+    """Llama-3.1-8B from the layers it was fitted to: linear layers within 1 %, decodes 1 %, attention of mixed
+    batches 6.5 %, which is 2 % of the step."""
     price = StepPricer(
         load_model("llama-3.1-8b"), load_profile(gpu), max_num_batched_tokens=4096, max_num_seqs=256
     )
@@ -81,7 +81,7 @@ def test_steps_of_a_layer_profile_are_reproduced(gpu: str) -> None:
         ends = t.pop("embedding") + t.pop("final_layernorm")
         whole = layers * (sum(t.values()) + t["layernorm"]) + ends  # the norm runs twice a layer
         linear.append(price.step_s(tokens, 0, (), 0, 0, 0) / whole - 1)
-    assert np.mean(np.abs(linear)) < 0.02
+    assert np.mean(np.abs(linear)) < 0.01
     errors: dict[str, list[float]] = {"decode": [], "prefill": [], "mixed": [], "mixed step": []}
     for row in read_table(KERNELS / f"{stem}_attention.csv").rows:
         chunk, before = int(row["prefill_chunk"]), int(row["kv_prefill"])
@@ -97,20 +97,40 @@ def test_steps_of_a_layer_profile_are_reproduced(gpu: str) -> None:
         errors[kind].append(attention / measured - 1)
     assert np.mean(np.abs(errors["decode"])) < 0.01
     assert np.mean(np.abs(errors["prefill"])) < 0.05
-    assert np.mean(np.abs(errors["mixed"])) < 0.08
-    assert np.mean(np.abs(errors["mixed step"])) < 0.025
+    assert np.mean(np.abs(errors["mixed"])) < 0.065
+    assert np.mean(np.abs(errors["mixed step"])) < 0.02
     assert abs(np.mean(errors["mixed"])) < 0.02
 
 
 @pytest.mark.parametrize("gpu", ["rtx4090", "rtxpro6000"])
-def test_empty_blocks_of_mixed_batches_on_unseen_chunk_lengths(gpu: str) -> None:
-    """About 0.3 us of a multiprocessor each on both GPUs, and a better guess at chunks that were left out."""
+def test_mixed_batches_on_unseen_chunk_lengths(gpu: str) -> None:
+    """About 0.25 us of a multiprocessor for each empty block on both GPUs, and the wait for the longest block: either
+    makes a better guess at chunks that were left out."""
     facts, prefill = device_facts(gpu), load_profile(gpu).prefill["bfloat16"]
     tables = [read_table(path) for path in sorted(KERNELS.glob(f"kernels_lss_{gpu}_*_attention.csv"))]
-    mixed = layer_samples(tables, facts)["mixed"]
-    assert 2.5e-7 < fit_empty_block(mixed, prefill, hardware(facts)) < 4e-7
-    without, with_them = (
-        held_out_mixed_error(mixed, prefill, hardware(facts), empty_blocks=some) for some in (False, True)
+    mixed, hw = layer_samples(tables, facts)["mixed"], hardware(facts)
+    assert 2e-7 < fit_empty_block(mixed, prefill, hw) < 3.5e-7
+    both = held_out_mixed_error(mixed, prefill, hw)
+    assert both < 0.07
+    assert both < held_out_mixed_error(mixed, prefill, hw, empty_blocks=False) - 0.005
+    assert both < held_out_mixed_error(mixed, prefill, hw, waits=False) - 0.01
+
+
+@pytest.mark.parametrize("gpu", ["rtx4090", "rtxpro6000"])
+def test_a_mixed_batch_waits_for_a_long_context_among_short_ones(gpu: str) -> None:
+    """Short chunks with at least four times the context of the decodes beside them (675 and 1,090 timings): 14 %
+    too fast without the wait."""
+    price = StepPricer(
+        load_model("llama-3.1-8b"), load_profile(gpu), max_num_batched_tokens=4096, max_num_seqs=256
     )
-    assert with_them < 0.085
-    assert with_them < without - 0.01
+    errors = []
+    for row in read_table(KERNELS / f"kernels_lss_{gpu}_llama-3.1-8b_tp1_attention.csv").rows:
+        chunk, before = int(row["prefill_chunk"]), int(row["kv_prefill"])
+        batch, context = int(row["n_decode"]), int(row["kv_decode"])
+        if 0 < chunk <= 64 and batch >= 8 and before >= 4 * context:
+            step = price.step_s(chunk + batch, 0, [(chunk, before)], batch, batch * context, context)
+            attention_s = (step - price.step_s(chunk + batch, 0, (), 0, 0, 0)) / price.model.num_layers
+            errors.append(attention_s / (float(row["time_us"]) * 1e-6) - 1)
+    assert len(errors) > 600
+    assert np.mean(np.abs(errors)) < 0.06
+    assert abs(np.mean(errors)) < 0.03

@@ -3,6 +3,7 @@ claims."""
 
 from __future__ import annotations
 
+import heapq
 import subprocess
 import sys
 from functools import lru_cache
@@ -115,7 +116,7 @@ def test_the_longest_chunk_gives_every_sequence_of_the_step_its_grid_of_thread_b
     )
 
     def rows_s(chunk: int, batch: int) -> float:
-        args = [(chunk, 0)], batch, batch * 1000, 1000
+        args = [(chunk, 0)], batch, batch * 4000, 4000  # no chunk reaches further: nothing waits for it
         return p.step_s(4000, 200, *args) - p.step_s(4000, 200, [(chunk, 0)], 0, 0, 0)
 
     # What 128 decodes add to a chunk that fills the device grows with its length by just the empty blocks.
@@ -126,6 +127,84 @@ def test_the_longest_chunk_gives_every_sequence_of_the_step_its_grid_of_thread_b
     assert uneven - even >= 15 * tile_s
     # FlashAttention 3 has no such grid.
     assert pricer("h200")._attention.empty_tile_s == 0.0
+
+
+def in_order(blocks: list[float], processors: int) -> float:
+    """When the last of `blocks` ends, each starting in order on whichever processor is free first."""
+    free = [0.0] * processors
+    for seconds in blocks:
+        heapq.heapreplace(free, free[0] + seconds)
+    return max(free)
+
+
+@pytest.mark.parametrize("gpu", ["rtx4090", "rtxpro6000"])
+@pytest.mark.parametrize("batch", [24, 40, 64, 100])
+@pytest.mark.parametrize("longest", ["chunk", "decode"])
+def test_a_mixed_step_waits_for_its_longest_sequence_as_list_scheduling_does(
+    gpu: str, batch: int, longest: str
+) -> None:
+    """Blocks of all sequences, one head after the other, on as many multiprocessors as the device has.
+
+    A block takes a start-up and a time per token of its context; both are those of a chunk of 16 tokens by itself,
+    which is one block per head. What uneven contexts cost beyond even ones is within a quarter of the schedule's.
+    """
+    p = pricer(gpu, max_num_batched_tokens=2048, max_num_seqs=256)
+
+    def attention_s(chunk: int, decodes: list[int]) -> float:
+        """Of a chunk that ends at context `chunk` beside decodes."""
+        n = len(decodes)
+        step = p.step_s(16 + n, 0, [(16, chunk - 16)], n, sum(decodes), max(decodes, default=0))
+        return step - p.step_s(16 + n, 0, (), 0, 0, 0)
+
+    token_s = (attention_s(8208, []) - attention_s(16, [])) / 8192
+    start_s = attention_s(16, []) - 16 * token_s
+
+    def scheduled_s(chunk: int, decodes: list[int]) -> float:
+        heads = [start_s + token_s * context for context in (*decodes, chunk)] * 32
+        return in_order(heads, p.profile.facts.num_sms)
+
+    decodes = np.random.default_rng(batch).integers(300, 900, batch).tolist()
+    if longest == "chunk":
+        uneven, even = (6000, decodes), (600, decodes)
+    else:
+        decodes[batch // 2] = 6000
+        uneven, even = (16, decodes), (16, [sum(decodes) // batch] * batch)
+    more_s = attention_s(*uneven) - attention_s(*even)
+    assert more_s == pytest.approx(scheduled_s(*uneven) - scheduled_s(*even), rel=0.25)
+
+
+def test_kernels_that_split_or_share_no_grid_do_not_wait() -> None:
+    """FlashAttention 3 spreads a long context, and our own engine prefills and decodes in kernels of their own."""
+    for p in (pricer("h200"), apart("rtx4090")):
+        steps = [p.step_s(144, 128, [(16, 0)], 128, 128 * 1000, longest) for longest in (1000, 2000)]
+        assert steps[0] == steps[1]
+
+
+def apart(gpu: str) -> StepPricer:
+    """A device whose chunks and decodes share no grid."""
+    profile = load_profile(gpu)
+    fit = profile.decode_mixed["bfloat16"]
+    own = fit.model_copy(update={"coefficients": {**fit.coefficients, "empty_block_s": 1e-15}})
+    return StepPricer(
+        load_model("llama-3.1-8b"), profile.model_copy(update={"decode_mixed": {"bfloat16": own}})
+    )
+
+
+@pytest.mark.parametrize("gpu", ["rtx4090", "rtxpro6000"])
+def test_a_long_context_beside_a_chunk_never_makes_a_step_cheaper(gpu: str) -> None:
+    p = pricer(gpu, max_num_batched_tokens=2048, max_num_seqs=256)
+    for batch in (1, 4, 16, 64, 200):
+        for chunk in (16, 300, 1800):
+            args = 2000, batch + 1, [(chunk, 512)], batch
+            longest = [p.step_s(*args, batch * 700, most) for most in range(700, 700 * batch + 1, 350)]
+            assert all(b >= a for a, b in pairwise(longest))
+            means = [p.step_s(*args, batch * mean, mean) for mean in range(1, 9000, 400)]
+            assert all(b >= a * (1 - 1e-9) for a, b in pairwise(means))
+            befores = [
+                p.step_s(2000, batch + 1, [(chunk, before)], batch, batch * 700, 700)
+                for before in range(0, 16_000, 500)
+            ]
+            assert all(b >= a * (1 - 1e-9) for a, b in pairwise(befores))
 
 
 def test_decodes_beside_a_prefill_cost_more_where_the_kernel_cannot_split() -> None:
