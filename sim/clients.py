@@ -44,20 +44,24 @@ class Client:
         """When the connection of HTTP/2 stands."""
         self.waiting: deque[int] = deque()
         """Requests that wait for a connection."""
-        self.pipes: list[Channel] = []
         self.active: dict[int, Channel] = {}
-        """Channels by request whose answer is not all there."""
+        """Channels by request whose answer is not all on its way."""
+        self.outstanding: dict[Channel, int] = {}
+        """Of each pipeline the requests whose answers the client does not have."""
         self.looks_s = math.inf
         """When somebody looks next."""
+
+    @property
+    def opens(self) -> bool:
+        """The next request opens another pipeline, for none is free and there may be more."""
+        return len(self.outstanding) < self.line.connections and all(self.outstanding.values())
 
     def channel(self, row: int, stream: Stream) -> Channel:
         """The channel of a request that is sent now."""
         line = self.line
         if line.pipelines:
-            busy = min(self.pipes, key=lambda pipe: len(pipe.streams), default=None)
-            if busy is None or (busy.streams and len(self.pipes) < line.connections):
-                self.pipes.append(busy := self._new())
-            channel = busy
+            channel = self._new() if self.opens else min(self.outstanding, key=self.outstanding.__getitem__)
+            self.outstanding[channel] = self.outstanding.get(channel, 0) + 1
         else:
             channel = self._new()
         channel.streams.append(stream)
@@ -151,7 +155,7 @@ class Clients:
             return
         opens = math.isnan(client.ready_s)
         if line.pipelines:
-            opens = len(client.pipes) < line.connections and all(pipe.streams for pipe in client.pipes)
+            opens = client.opens
         if opens:
             client.ready_s = now_s + handshake_s
         self._sent(client, row, now_s, opening_s=max(client.ready_s - now_s, 0.0))
@@ -227,17 +231,19 @@ class Clients:
             self._account(client, stream, channel)
             event = self.clock.at(max(stream.seen_s[-1], self.clock.now), LATE)
             assert event.callbacks is not None
-            event.callbacks.append(lambda _, row=row: self._received(client, row))  # type: ignore[misc]
+            event.callbacks.append(lambda _, row=row, by=channel: self._received(client, by, row))  # type: ignore[misc]
 
-    def _received(self, client: Client, row: int) -> None:
+    def _received(self, client: Client, channel: Channel, row: int) -> None:
         """The client has the whole answer, and its connection is free."""
         self.clock.boundary = (self.clock.now, LATE)
         self.requests.pop(row, None)
-        self._freed(client)
+        self._freed(client, channel)
         self._done(row)
 
-    def _freed(self, client: Client, *, broken: bool = False) -> None:
+    def _freed(self, client: Client, channel: Channel, *, broken: bool = False) -> None:
         """A connection of HTTP/1.1 is free for who waits, or has to be opened again."""
+        if client.line.pipelines:
+            client.outstanding[channel] -= 1
         if not client.line.waits:
             return
         if client.waiting:
@@ -340,7 +346,7 @@ class Clients:
         else:
             self._abort(row)
         self.requests.pop(row, None)
-        self._freed(client, broken=True)
+        self._freed(client, channel, broken=True)
         self._done(row)
 
     # ---- the record --------------------------------------------------------------------------------------------
