@@ -8,6 +8,7 @@ from experiments.gallery.drafts import speculation, speculation_load
 from experiments.gallery.entry import Maker
 from experiments.gallery.fleet import admission, cold_start, jitter, response_cache, routing
 from experiments.gallery.memory import cliff, eviction, host_tier, paging, preemption
+from experiments.gallery.network import bandwidth, head_of_line
 from experiments.gallery.parallel import pipeline_parallel
 from experiments.gallery.rest import quantisation, streaming, tensor_parallel
 
@@ -26,6 +27,8 @@ ENTRIES: tuple[Maker, ...] = (
     preemption,
     response_cache,
     streaming,
+    head_of_line,
+    bandwidth,
     tensor_parallel,
     pipeline_parallel,
     fairness,
