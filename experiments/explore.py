@@ -120,6 +120,11 @@ def payload(space: Space, at: Path, prices: Mapping[str, Price], *, make: str = 
             for k, lab, b, u in every
         ],
         "figure": {key: [_number(p.figures.get(key)) for p in points] for key, *_ in figures},
+        "interval": {
+            key: [_ends(p.intervals.get(key)) for p in points]
+            for key, *_ in figures
+            if any(key in p.intervals for p in points)
+        },
         "words": {word: [p.words.get(word, "") for p in points] for word in said},
         "number": [p.number for p in points],
         "error": [p.error for p in points],
@@ -236,6 +241,10 @@ def _href(path: Path, at: Path) -> str:
 
 def _number(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def _ends(interval: tuple[float, float] | None) -> list[float | None] | None:
+    return None if interval is None else [_number(end) for end in interval]
 
 
 def _plain(lines: Iterable[str]) -> list[tuple[str, str]]:

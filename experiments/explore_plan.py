@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments.explore_space import REPORT, Point, Space, read_object
 from experiments.plan_report import SCHEMA
@@ -46,6 +48,11 @@ def plan_space(path: Path) -> Space:
                 {key: params[key] for key in knobs},
                 figures,
                 {"bound": str(fleet.get("bound") or ""), "label": f"{fleet['replicas']} x {fleet['label']}"},
+                intervals={
+                    key.removesuffix("_ci95"): (float(ends[0]), float(ends[1]))
+                    for key, ends in fleet.items()
+                    if key.endswith("_ms_ci95")
+                },
                 gpu=params["gpu"],
                 folder=folders[0].parent if folders else None,
             )
@@ -61,8 +68,18 @@ def plan_space(path: Path) -> Space:
         dict(plan["promises"]["slos_ms"]),
         prices=prices,
         unit=str(plan["unit"]),
-        notes=(*plan.get("notes", ()), *plan.get("remarks", ())),
+        notes=(*plan.get("notes", ()), *plan.get("remarks", ()), *_doubts(fleets)),
         flips=tuple(plan.get("flips", ())),
         serve=plan.get("vllm_serve") or "",
         left_out=tuple((p["candidate"], p["reason"]) for p in plan["pruned"]),
     )
+
+
+def _doubts(fleets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the plan marks as not certain."""
+    return [
+        f"Not certain: fleet {number}, {fleet['replicas']} x {fleet['label']}: the interval of "
+        f"{' and '.join(fleet['doubtful'])} reaches beyond the limit."
+        for number, fleet in enumerate(fleets, 1)
+        if fleet.get("doubtful")
+    ]

@@ -27,6 +27,8 @@ class Point:
     """Means over the runs, by column of the results."""
     words: dict[str, str] = field(default_factory=dict)
     """What is no number: saturated or not, and the bound."""
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """95 % intervals of figures that have one, by column of the results."""
     runs: int = 1
     error: str = ""
     gpu: str = ""

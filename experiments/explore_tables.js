@@ -40,6 +40,6 @@ function allPoints() {
   }
   const head = [[null, "Point"], ...D.knobs.map(k => [k.key, k.label]), [null, "Promises"], ...keys.map(k => [k, FIGURE[k].label])];
   table("every-table", head, order.map(i => [i, ...D.knobs.map(k => knobText(k.key, at(k.key, i))),
-    broken(i).length ? "✗" : "✓", ...keys.map(k => shown(k, value(k, i)))]),
+    mark(i), ...keys.map(k => shown(k, value(k, i)))]),
     key => { sorted.up = sorted.key === key ? !sorted.up : true; sorted.key = key; allPoints(); });
 }

@@ -102,6 +102,7 @@ function showPoint() {
   }
   const why = broken(i), limited = LATENCIES.some(m => S.limits[m] && known(S.limits[m].ms));
   const lines = why.length ? why.map(w => item("bad", w)) : [item(limited ? "good" : "plain", limited ? "Keeps every promise." : "No promise is set.")];
+  lines.push(...doubts(i).map(words => item("warn", words)));
   const bound = (D.words.bound || [])[i], load = (D.words.load || [])[i];
   if (load) lines.push(item(load === "stable" ? "plain" : "warn", `Load: ${load.replace(/_/g, " ")}.`));
   if (bound) lines.push(item("plain", `Bound by ${bound.replace(/_/g, " ")}.`));
@@ -109,7 +110,7 @@ function showPoint() {
   $("point-state").replaceChildren(...lines);
   $("point-figures").replaceChildren(...cards(i).map(([key, over]) => {
     const box = document.createElement("div"), b = document.createElement("b"), span = document.createElement("span");
-    b.textContent = shown(key, value(key, i)); span.textContent = label(key);
+    b.textContent = shown(key, value(key, i)); span.textContent = label(key) + (ends(key, i) && `, ${ends(key, i)}`);
     box.append(b, span);
     if (over) box.className = "over";
     return box;
@@ -117,7 +118,7 @@ function showPoint() {
   const link = $("point-report"), made = D.report[i] && D.has[i];
   link.hidden = !made;
   if (made) link.href = D.report[i]; else link.removeAttribute("href");
-  $("bar-text").textContent = `${why.length ? "✗" : "✓"} #${D.number[i]} ${named(i)}`;
+  $("bar-text").textContent = `${mark(i)} #${D.number[i]} ${named(i)}`;
   $("bar-report").hidden = !made;
   if (made) $("bar-report").href = D.report[i]; else $("bar-report").removeAttribute("href");
   $("point-make").hidden = made || !D.make;
@@ -157,7 +158,7 @@ function answer() {
   const point = found ?? DONE.reduce((a, b) => excess(b) < excess(a) ? b : a, DONE[0]);
   if (found !== null) {
     line.append(`Best by ${label(S.objective).replace(/^(Output|Requests|Prompt)/, w => w.toLowerCase())}: `, bold(named(found)),
-      ` with ${shown(S.objective, value(S.objective, found))}.`);
+      ` with ${shown(S.objective, value(S.objective, found))}.`, ...doubts(found).map(words => " " + words));
   } else if (DONE.length) {
     line.append("The nearest is ", bold(named(point)), ": " + broken(point).join(", ") + ".");
   }
@@ -203,7 +204,7 @@ function drawStale(all) {
 function frontAndTable() {
   const edge = drawFront();
   table("front-table", [[null, "Point"], [null, FIGURE[S.x].label], [null, FIGURE[S.y].label], [null, "Settings"]],
-    edge.slice(0, 60).map(i => [i, shown(S.x, value(S.x, i)), shown(S.y, value(S.y, i)), named(i)]));
+    edge.slice(0, 60).map(i => [i, shown(S.x, value(S.x, i)), shown(S.y, value(S.y, i)), named(i) + (doubts(i).length ? " (not certain)" : "")]));
   $("front-count").textContent = edge.length === 1 ? "The one point on the front" : `The ${edge.length} points on the front`;
 }
 function moneyAndTable() {

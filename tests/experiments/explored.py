@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+from experiments.plan_report import SCHEMA
 from experiments.prices import Price
 from tokentwin.cli import main
 
@@ -26,6 +28,25 @@ def make_sweep(folder: Path) -> Path:
     assert main(["sweep", str(folder / "grid.yaml"), "-o", str(folder / "out"), "--jobs", "1"]) == 0
     os.environ.pop("SOURCE_DATE_EPOCH") if before is None else os.environ.update(SOURCE_DATE_EPOCH=before)
     return folder / "out" / "grid"
+
+
+def make_plan(folder: Path) -> Path:
+    """A plan with a fleet that is surely within its limit of 11 ms, and one whose interval reaches beyond."""
+    fleets = [
+        {
+            "label": gpu, "replicas": 2, "gpus": 2, "deployment": {"gpu": gpu, "model": "m"}, "usd_per_gpu_hour": usd,
+            "p95_ttft_ms": ttft_ms, "p95_tpot_ms": 2.0, "p95_ttft_ms_ci95": [0.9 * ttft_ms, 1.2 * ttft_ms],
+            "output_throughput": 100.0, "doubtful": ["P95 TTFT"] if 1.2 * ttft_ms > 11 else [],
+        }
+        for gpu, usd, ttft_ms in (("l40s", 1.0, 10.0), ("h200", 4.0, 6.0))
+    ]  # fmt: skip
+    plan = {
+        "schema": SCHEMA, "fleets": fleets, "load": 5.0, "unit": "requests/s", "pruned": [],
+        "promises": {"slos_ms": {"p95_ttft": 11.0, "p95_tpot": 4.0}},
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return folder
 
 
 def rows(sweep: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from explored import PRICES, keeps, rows, undominated, usd_per_million
+from explored import PRICES, keeps, make_plan, rows, undominated, usd_per_million
 
 from experiments.explore import explore_html, front_numbers, payload
 from experiments.explore_data import load_space
@@ -178,3 +178,17 @@ def test_a_plan_of_another_version_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"schema": "tokentwin-plan/0"}')
     with pytest.raises(UsageError, match="not a plan of this version"):
         load_space(tmp_path)
+
+
+def test_what_a_plan_is_not_certain_of_is_on_its_page(tmp_path: Path) -> None:
+    found = load_space(make_plan(tmp_path))
+    assert found.notes == (
+        "Not certain: fleet 1, 2 x l40s: the interval of P95 TTFT reaches beyond the limit.",
+    )
+    data = payload(found, tmp_path, PRICES)
+    assert data["interval"] == {"p95_ttft_ms": [[9.0, 12.0], [5.4, 7.2]]}
+    assert found.notes[0] in explore_html(found, tmp_path, PRICES)
+
+
+def test_points_of_a_sweep_have_no_intervals(sweep: Path, space: Space) -> None:
+    assert payload(space, sweep, PRICES)["interval"] == {}

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from browser import Browser, needs_browser
-from explored import PRICES, keeps, rows, undominated
+from explored import PRICES, keeps, make_plan, rows, undominated
 
 from experiments.explore import explore_html, front_numbers
 from experiments.explore_data import load_space
@@ -236,6 +236,28 @@ class TestPage:
         page.wait("$('plot-slices')._fullLayout.width > 800")
         page.pdf(tmp_path / "page.pdf")
         assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+
+    def test_what_is_not_certain_follows_the_limits(self, browser: Browser, tmp_path: Path) -> None:
+        """Intervals are 9 to 12 and 5.4 to 7.2 ms, around 10 and 6: which of them holds the limit changes with it."""
+        path = make_plan(tmp_path) / "plan.html"
+        path.write_text(explore_html(load_space(tmp_path), tmp_path, PRICES), encoding="utf-8")
+        browser.size(1280, 900)
+        browser.media()
+        browser.open(path)
+        browser.wait("document.querySelector('#plot-front .main-svg') !== null")
+        rest(browser)
+        words = "Not certain: the 95% interval of P95 TTFT, 9 to 12 ms, contains the limit."
+        assert words in browser.js("$('headline').textContent")
+        assert words in browser.js("$('point-state').textContent")
+        assert "9 to 12" in browser.js("$('point-figures').textContent")
+        marks = {
+            limit_ms: browser.js(f"S.limits.ttft.ms = {limit_ms}; changed(); refresh(); ALL.map(mark)")
+            for limit_ms in (13, 12, 11.9, 9.5, 8, 6.5, 5.7, 5)
+        }
+        assert marks == {
+            13: ["✓", "✓"], 12: ["✓", "✓"], 11.9: ["✓ not certain", "✓"], 9.5: ["✗ not certain", "✓"], 8: ["✗", "✓"],
+            6.5: ["✗", "✓ not certain"], 5.7: ["✗", "✗ not certain"], 5: ["✗", "✗"],
+        }  # fmt: skip
 
     def test_a_thousand_points_stay_quick(self, browser: Browser, tmp_path: Path) -> None:
         names = ("request_rate", "max_num_seqs", "max_num_batched_tokens", "gpu")
