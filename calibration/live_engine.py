@@ -23,7 +23,7 @@ from realengine.generation import Sampling
 from realengine.inputs import StepInputs
 from realengine.runner import Drawn, Runner
 from realengine.seats import Draws
-from serving.errors import TokenTwinError
+from serving.errors import TokenTwinError, UsageError
 from sim.record import RequestTable, RunRecord, StepTable, TokenRanges
 from sim.workload.types import Workload
 
@@ -41,7 +41,15 @@ class Arrival:
 
 
 def arrivals_of(workload: Workload, vocab_size: int, seed: int = 0) -> list[Arrival]:
-    """Requests with token ids such that prompts are equal exactly where the workload says they are."""
+    """Requests with token ids such that prompts are equal exactly where the workload says they are.
+
+    Raises `UsageError` for beam searches, which its clients do not know.
+    """
+    if workload.beam_width is not None:
+        raise UsageError(
+            "validate --live serves no beam searches; leave out --beam-width, or compare tokentwin run and simulate by "
+            "tokentwin diff"
+        )
     rng = np.random.default_rng(seed)
     streams: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
     out = []

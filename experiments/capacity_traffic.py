@@ -280,4 +280,5 @@ def head(workload: Workload, count: int) -> Workload:
         segment_streams=workload.segment_streams[:last],
         after=workload.after[:count],
         think_s=workload.think_s[:count],
+        beam_width=None if workload.beam_width is None else workload.beam_width[:count],
     )

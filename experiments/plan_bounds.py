@@ -58,7 +58,12 @@ def bounds_of(built: Built, workload: Workload) -> Bounds:
     work_s = np.maximum((flops + decode_flops * np.maximum(output - 1, 0)) / peak, own_bytes / bandwidth)
     tpot_s = np.where(output > 1, step_s, np.nan)
     e2el_s = prefill_s + step_s * np.maximum(output - 1, 0)
-    return Bounds(prefill_s, tpot_s, e2el_s, float(work_s.mean()))
+    ttft_s = prefill_s
+    if workload.beam_width is not None:
+        # A search shows all of its answer at once.
+        searched = workload.beam_width > 0
+        ttft_s, tpot_s = np.where(searched, e2el_s, ttft_s), np.where(searched, 0.0, tpot_s)
+    return Bounds(ttft_s, tpot_s, e2el_s, float(work_s.mean()))
 
 
 def broken(bounds: Bounds, workload: Workload, promises: Promises) -> str | None:

@@ -25,7 +25,7 @@ class Reading:
     now_s: float
     """On the run's clock: simulated seconds of the twin."""
     times_s: dict[str, Floats]
-    """By the names in `TIMES`."""
+    """By the names in `TIMES`; of an answer that is shown whole `prefill_done_s` is its end."""
     prompt_tokens: Ints
     output_tokens: Ints
     """Known once a request has ended."""
@@ -53,9 +53,11 @@ def of_world(world: Any) -> Read:
         pages = sum(scheduler.config.num_pages for scheduler in schedulers)
         # Rows beyond are hypotheses of beam searches.
         own = slice(len(world.workload))
+        times_s = {name: np.array(getattr(log, name)[own], np.float64) for name in TIMES}
+        times_s["prefill_done_s"][log.unstreamed] = times_s["engine_done_s"][log.unstreamed]
         return Reading(
             float(world.clock.now),
-            {name: np.array(getattr(log, name)[own], np.float64) for name in TIMES},
+            times_s,
             world.workload.prompt_tokens,
             np.array(log.output_tokens[own], np.int64),
             np.array(log.status[own], np.int64),

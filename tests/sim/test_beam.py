@@ -309,3 +309,21 @@ def test_drafts_beside_searches_are_verified_of_the_others() -> None:
     from sim.beam import check_beams
 
     check_beams(searching([2, 0], make_workload([0.0, 0.0], [5, 5], [5, 5])), drafts=True)
+
+
+def test_a_reading_of_a_run_has_its_own_requests_only() -> None:
+    from tokentwin.live import of_world
+
+    readings = []
+
+    def watch(world: object) -> None:
+        read = of_world(world)
+        world.clock.call_at(1.0, lambda: readings.append(read()))  # type: ignore[attr-defined]
+
+    workload = searching([4, 0, 3], make_workload([0.0, 0.1, 0.9], [50, 20, 30], [30, 200, 400]))
+    run_world(workload, SchedulerConfig(num_pages=200, page_tokens=SIZE), LinearPricer(), watch=watch)
+    (reading,) = readings
+    assert len(reading.status) == len(reading.reason) == len(reading.prompt_tokens) == 3
+    assert reading.status.tolist() == [Status.FINISHED, Status.UNFINISHED, Status.UNFINISHED]
+    assert np.isnan(reading.times_s["prefill_done_s"]).tolist() == [False, False, True]
+    assert reading.times_s["prefill_done_s"][0] == reading.times_s["engine_done_s"][0]
