@@ -24,7 +24,17 @@ import triton.language as tl
 from torch import Tensor
 
 from realengine.kernels import recent as recents
-from realengine.kernels.launch import TRITON_TYPES, Device, Launch, Tile, ceil_div, device_of, jit, power_of_2
+from realengine.kernels.launch import (
+    TRITON_TYPES,
+    Device,
+    Launch,
+    Tile,
+    ceil_div,
+    device_of,
+    jit,
+    jit_for_any,
+    power_of_2,
+)
 from realengine.kernels.recent import attend_recent, num_blocks
 from realengine.kernels.recent_ref import Recent
 from realengine.kernels.tune import tile_for
@@ -90,7 +100,7 @@ def load_tile(  # type: ignore[no-untyped-def]
     return whole, whole, scale
 
 
-@jit
+@jit_for_any("table_row")
 def decode_attention_kernel(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, k_scale, v_scale, page_table, context_len, recent_k, recent_v, seats, started, out,
     parts, sizes, q_row, out_row, table_row, slot_row, scale,

@@ -23,7 +23,8 @@ jit: Callable[[Callable[..., Any]], Any] = triton.jit
 def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
     """`jit` that makes no variant of the kernel for a 1 or a multiple of 16 among these arguments.
 
-    They change from step to step (tokens, sequences), and a variant would be compiled in the middle of serving.
+    They change from step to step (tokens, sequences, where the rows of chunks begin in an array of all sequences), and
+    a variant would be compiled in the middle of serving.
     """
     decorator: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=list(names))
     return decorator
@@ -129,7 +130,8 @@ class Launch:
         for position, (name, value) in enumerate(zip(names, self.args, strict=False)):
             if isinstance(value, Tensor):
                 signature[name] = "*" + _TYPE_NAMES[value.dtype]
-                hints[(position,)] = [["tt.divisibility", 16]]
+                if name not in same_for_all:
+                    hints[(position,)] = [["tt.divisibility", 16]]
             elif value is None or (value == 1 and name not in same_for_all):
                 signature[name], constants[name] = "constexpr", value
             elif isinstance(value, float):

@@ -98,7 +98,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     return acc_low, acc_high, top, total
 
 
-@jit_for_any("num_seqs")
+@jit_for_any("page_table", "context_len", "seats", "started", "table_row", "num_seqs")
 def prefill_attention_kernel(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, k_scale, v_scale, page_table, query_start, context_len, recent_k, recent_v, seats,
     started, k_new, v_new, out, q_row, out_row, table_row, slot_row, k_row, v_row, num_seqs, scale,
