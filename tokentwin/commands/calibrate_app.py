@@ -14,3 +14,8 @@ app.command(
     name="from-metrics",
     help="Fit host terms and a scale per phase to a server's recorded requests.",
 )
+app.command(
+    "tokentwin.commands.calibrate_text:text",
+    name="text",
+    help="Measure what tokenising, detokenising and writing events cost here.",
+)
