@@ -162,6 +162,8 @@ def load_model(name_or_path: str | Path) -> ModelShape:
     wrong field, and an architecture that is not one of `FAMILIES`.
     """
     text = str(name_or_path)
+    if not text.strip():
+        raise UsageError("--model is empty; name one (tokentwin model list) or give a config.json")
     path = Path(text).expanduser()
     if path.is_dir():
         path = path / "config.json"

@@ -183,6 +183,8 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     Raises `UsageError` for an unknown name (with the nearest ones) or a file that is not a profile.
     """
     text = str(name_or_path)
+    if not text.strip():
+        raise UsageError("--gpu is empty; name one (tokentwin profile list) or give a profile file")
     path = Path(text).expanduser()
     if path.is_file():
         try:

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from serving.errors import UsageError, nearest
+from sim.workload.yaml_lines import DuplicateKey, load_yaml, yaml_problem
 
 HOURS_PER_MONTH = 730.0
 
@@ -36,10 +37,12 @@ def load_prices(path: Path | None = None, own: Sequence[str] = ()) -> dict[str, 
     elif not own:
         shipped = resources.files("experiments") / "prices.yaml"
         table = _read(Path("prices.yaml"), shipped.read_text(encoding="utf-8"))
-    for item in own:
+    for number, item in enumerate(own):
         gpu, equals, value = item.partition("=")
         if not equals or not gpu.strip():
             raise UsageError(f"--price: {item!r} is not GPU=DOLLARS_PER_HOUR, such as h200=3.5")
+        if gpu.strip() in [given.partition("=")[0].strip() for given in own[:number]]:
+            raise UsageError(f"--price: {gpu.strip()} is given twice; keep one")
         table[gpu.strip()] = Price(_dollars(value, f"--price {item}"), "--price")
     return table
 
@@ -49,12 +52,16 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UsageError(f"--prices {path}: {error.strerror}; name a YAML file") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--prices {path}: not UTF-8 text; name a YAML file") from None
 
 
 def _read(path: Path, text: str) -> dict[str, Price]:
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError:
+        content = load_yaml(text)
+    except DuplicateKey as error:
+        raise UsageError(f"--prices {path}: {yaml_problem(error)}") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UsageError(f"--prices {path}: not YAML; write lines such as prices: {{h200: 3.5}}") from None
     if not isinstance(content, dict) or not isinstance(content.get("prices"), dict):
         raise UsageError(f"--prices {path}: needs the key prices, such as prices: {{h200: 3.5}}")

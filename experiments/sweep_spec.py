@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 
 from serving.errors import UsageError, nearest
-from sim.workload.yaml_lines import line_of
+from sim.workload.yaml_lines import DuplicateKey, line_of, load_yaml, yaml_problem
 
 NAME = "_benchmark_name"
 """vLLM's key for the name of a set of parameters."""
@@ -106,7 +106,7 @@ def parse_sweep(content: Any, where: str, name: str | None = None) -> SweepSpec:
         raise UsageError(f"{where}: give exactly one of {', '.join(WAYS)}, not {', '.join(ways) or 'none'}")
     base = _mapping(content.get("base") or {}, f"{where}: base")
     num_runs = content.get("num_runs", 1)
-    if not isinstance(num_runs, int) or num_runs < 1:
+    if not isinstance(num_runs, int) or isinstance(num_runs, bool) or num_runs < 1:
         raise UsageError(f"{where}: num_runs must be a whole number from 1, got {num_runs!r}")
     name = str(content["name"]) if content.get("name") is not None else name
     way, what = ways[0], content[ways[0]]
@@ -174,10 +174,12 @@ def plain(key: str) -> str:
 
 def _yaml(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        return load_yaml(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; name a YAML or JSON file") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except DuplicateKey as error:
+        raise UsageError(f"{path}: {yaml_problem(error)}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark is not None else ""
         raise UsageError(f"{path}: not YAML{where}; correct the file") from None

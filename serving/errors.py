@@ -22,10 +22,15 @@ class InfeasibleError(UsageError):
     """The configuration is well formed but cannot run, such as a model larger than the memory of its GPUs."""
 
 
+MOST_NAMES = 24
+"""A longer list of names helps nobody in one line."""
+
+
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     """`"; did you mean 'h200'?"`-style hint for an unknown `name`, or the list of known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
-    return "known: " + ", ".join(names)
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return "known: " + ", ".join(names[:MOST_NAMES]) + more

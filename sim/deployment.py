@@ -29,7 +29,15 @@ from serving.policies.adaptive import parse_size_classes
 from serving.speculative_config import parse_speculative_config
 from sim.admission import TOO_MANY, Admission
 from sim.fleet.build import FLEET_FIELDS, build_pools, check_fleet, fleet_plan, is_fleet, pool_specs
-from sim.fleet.spec import Autoscaler, ColdStart, Failures, KvTransfer, Pool, parse_structured
+from sim.fleet.spec import (
+    MAX_REPLICAS,
+    Autoscaler,
+    ColdStart,
+    Failures,
+    KvTransfer,
+    Pool,
+    parse_structured,
+)
 from sim.jitter import step_noise
 from sim.network import Network, check_network, delivering
 from sim.noise import StepNoise
@@ -41,6 +49,11 @@ from sim.speculation import Speculation, check_speculation, plan_speculation
 from sim.workload.types import Workload
 from sim.world import Frontend, Progress, run_world
 
+MAX_HOST_GIB = 16_384
+"""Most host memory for pages: more is a mistake, and a list of all its pages would fill this machine's."""
+MAX_DELAY_MS = 3.6e6
+"""An hour."""
+
 
 class Deployment(BaseModel):
     """One deployment. Unset limits take vLLM's defaults for the device.
@@ -48,7 +61,7 @@ class Deployment(BaseModel):
     The network and the clients belong to the workload.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     model: str
     """A shipped model name, a Hugging Face id of a supported family, or a path to a config.json."""
@@ -64,7 +77,7 @@ class Deployment(BaseModel):
     """Mixture of experts: whole experts on each tensor-parallel rank instead of a slice of all."""
     expert_load_imbalance: float = Field(default=1.0, ge=1)
     """Mixture of experts: tokens of the busiest expert over the mean; 1 is uniform routing."""
-    data_parallel_size: int = Field(default=1, ge=1)
+    data_parallel_size: int = Field(default=1, ge=1, le=MAX_REPLICAS)
     """Replicas behind a router."""
     router: str = "round_robin"
     """How requests are spread over replicas: round_robin, least_outstanding, central, least_kv, prefix_hash, session,
@@ -120,7 +133,7 @@ class Deployment(BaseModel):
     """Share of the device's memory that the engine may use."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV page."""
-    num_gpu_blocks_override: int | None = Field(default=None, ge=2)
+    num_gpu_blocks_override: int | None = Field(default=None, ge=2, le=10_000_000)
     """KV pages per replica, instead of what memory has room for."""
     enable_prefix_caching: bool = True
     """Keep the KV pages of prompts and use them again for equal beginnings."""
@@ -131,12 +144,12 @@ class Deployment(BaseModel):
     """Eviction session: seconds that a conversation's pages are held back after its first answer (60 by default)."""
     session_decay: float | None = Field(default=None, gt=0, le=1)
     """Eviction session: factor by which that time shrinks with every turn (0.9 by default)."""
-    kv_offloading_size: float | None = Field(default=None, gt=0)
+    kv_offloading_size: float | None = Field(default=None, gt=0, le=MAX_HOST_GIB)
     """Host memory in GiB, per replica, for cached prefixes that the device forgets; found there, they are copied back."""
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
     """What becomes of a sequence that has to make room: computed again, moved to host memory and back, or whichever the
     cost model says is cheaper."""
-    swap_space: float | None = Field(default=None, gt=0)
+    swap_space: float | None = Field(default=None, gt=0, le=MAX_HOST_GIB)
     """Host memory for swapped sequences in GiB, per replica (4 by default)."""
     enable_chunked_prefill: bool = True
     """Cut prompts into chunks that fit the tokens of a step."""
@@ -161,11 +174,11 @@ class Deployment(BaseModel):
     """Share of steps that stall (page faults, collectors, neighbours)."""
     stall_ms: float = Field(default=0.0, ge=0)
     """Mean length of a stall."""
-    frontend_overhead_ms: float = Field(default=0.0, ge=0)
+    frontend_overhead_ms: float = Field(default=0.0, ge=0, le=MAX_DELAY_MS)
     """Time a request spends in HTTP and gateways before it is tokenised."""
-    tokenize_us_per_token: float = Field(default=1.0, ge=0)
+    tokenize_us_per_token: float = Field(default=1.0, ge=0, le=1e6)
     """Tokenising a prompt: about a million tokens a second for a fast tokeniser on one core."""
-    detokenize_us_per_token: float = Field(default=20.0, ge=0)
+    detokenize_us_per_token: float = Field(default=20.0, ge=0, le=1e6)
     """Lag that detokenising and writing a token adds to its way out."""
     stream_interval: int = Field(default=1, ge=1)
     """Tokens to gather before they are sent; the first one goes at once."""

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from serving.errors import UsageError
 from sim.deployment import Built
 from sim.workload.flags import known_flags
+from sim.workload.yaml_lines import DuplicateKey, load_yaml, yaml_problem
 from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT, SIMULATE
 from tokentwin.flags import Command, Flag, find, takes
 
@@ -67,10 +68,14 @@ def _entries(path: Path) -> list[tuple[str, Any, int]]:
     """Key, value and line (from 1) of each entry of the file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        node, content = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+        node = yaml.compose(text, yaml.SafeLoader)
+        _check_twice(path, node)
+        content = load_yaml(text)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}; name a YAML file") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except DuplicateKey as error:
+        raise UsageError(f"--config {path}: {yaml_problem(error)}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark is not None else ""
         raise UsageError(
@@ -80,8 +85,14 @@ def _entries(path: Path) -> list[tuple[str, Any, int]]:
         return []
     if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
         raise UsageError(f"--config {path}: expected lines such as model: llama-3.1-8b")
+    lines = {str(entry.value): entry.start_mark.line + 1 for entry, _ in node.value}
+    return [(str(key), value, lines.get(str(key), 1)) for key, value in content.items()]
+
+
+def _check_twice(path: Path, node: yaml.Node | None) -> None:
+    """Raises UsageError for a key of the file that is given twice."""
     first: dict[str, int] = {}
-    for entry, _ in node.value:
+    for entry, _ in node.value if isinstance(node, yaml.MappingNode) else ():
         line = entry.start_mark.line + 1
         if entry.value in first:
             raise UsageError(
@@ -89,7 +100,6 @@ def _entries(path: Path) -> list[tuple[str, Any, int]]:
                 "keep one"
             )
         first[str(entry.value)] = line
-    return [(str(key), value, first.get(str(key), 1)) for key, value in content.items()]
 
 
 def _flag(
@@ -130,6 +140,8 @@ def typed(flag: Flag, value: Any, where: str) -> Any:
     """A value of a file with the type that the command line would give it. Raises UsageError, beginning with `where`."""
     if flag.structured:
         return value  # checked with the deployment
+    if flag.several and isinstance(value, list | tuple | dict) and not value:
+        raise UsageError(f"{where}: {flag.name}: the list is empty; give at least one, or leave it out")
     if flag.several:
         if isinstance(value, str):
             value = [value] if flag.name == "alert" else value.split()

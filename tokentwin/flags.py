@@ -76,7 +76,7 @@ def _parameter(flag: Flag) -> inspect.Parameter:
             help_formatter=DefaultFormatter(column_specs=_columns),
         ),
         show_default=flag.default if flag.default is not None else False,
-        consume_multiple=flag.several,
+        consume_multiple=1 if flag.several else None,
         negative=None if flag.negative else (),
         negative_iterable=(),
         converter=_whole if flag.kind in (int, int | None) else None,
@@ -103,6 +103,14 @@ def _columns(console: Any, options: Any, entries: Any) -> Any:
         renderer=NameRenderer(max_width=width), header="Option", style="cyclopts.name", max_width=width
     )
     return name, DescriptionColumn
+
+
+def at_least(given: Mapping[str, Any], name: str, least: int = 1, *, default: Any = None) -> Any:
+    """The number that was given for a flag, or `default`. Raises UsageError below `least`."""
+    value = given.get(name, default)
+    if value is not None and value < least:
+        raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    return value
 
 
 GROUPS = ("Deployment", "Traffic", "Arrivals", "Datasets", "Promises", "Run", "Output", "Observability")

@@ -45,9 +45,9 @@ class Adaptive(BatchPolicy):
     ) -> None:
         bounds = [tokens for tokens, _ in size_classes]
         if bounds != sorted(set(bounds)) or any(not tokens > 0 for tokens in bounds):
-            raise UsageError("size classes must have growing bounds above 0, such as 256:64,inf:8")
+            raise UsageError("size_classes must have growing bounds above 0, such as 256:64,inf:8")
         if any(seqs < 1 for _, seqs in size_classes):
-            raise UsageError("each size class needs room for at least 1 sequence, such as 256:64,inf:8")
+            raise UsageError("size_classes: each needs room for at least 1 sequence, such as 256:64,inf:8")
         if max_running_tokens is not None and max_running_tokens < 1:
             raise UsageError(f"max_running_tokens is {max_running_tokens}; use at least 1")
         if not 0 < prefill_share <= 1:
@@ -124,8 +124,8 @@ def parse_size_classes(text: str) -> tuple[tuple[float, int], ...]:
             classes.append((float(tokens), int(seqs)))
         except ValueError:
             raise UsageError(
-                f"size classes are TOKENS:SEQUENCES, such as 256:64,inf:8; {part!r} is not"
+                f"--size-classes: {part!r} is not TOKENS:SEQUENCES, such as 256:64,inf:8"
             ) from None
         if not colon or math.isnan(classes[-1][0]):
-            raise UsageError(f"size classes are TOKENS:SEQUENCES, such as 256:64,inf:8; {part!r} is not")
+            raise UsageError(f"--size-classes: {part!r} is not TOKENS:SEQUENCES, such as 256:64,inf:8")
     return tuple(classes)

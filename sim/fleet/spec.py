@@ -8,17 +8,21 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sim.workload.yaml_lines import DuplicateKey, load_yaml, unique_keys
+
 
 def parse_structured(value: Any) -> Any:
     """A mapping or list from its text, JSON or YAML's one-line form; anything else as it is. Raises ValueError."""
     if not isinstance(value, str):
         return value
     try:
-        content = json.loads(value)  # YAML takes JSON's 1e-06 for a word
-    except ValueError:
+        content = json.loads(value, object_pairs_hook=unique_keys)  # YAML takes JSON's 1e-06 for a word
+    except json.JSONDecodeError:
         try:
-            content = yaml.safe_load(value)
-        except yaml.YAMLError:
+            content = load_yaml(value)
+        except DuplicateKey as error:
+            raise ValueError(str(error.problem)) from None
+        except (yaml.YAMLError, RecursionError):
             content = None
     if not isinstance(content, dict | list):
         raise ValueError(
@@ -30,8 +34,12 @@ def parse_structured(value: Any) -> Any:
 Role = Literal["both", "prefill", "decode"]
 
 
+MAX_REPLICAS = 10_000
+"""Of a pool; each is an engine with its own pages."""
+
+
 class _Spec(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ColdStart(_Spec):
@@ -77,7 +85,7 @@ class Autoscaler(_Spec):
     window_s: float = Field(default=60.0, gt=0)
     """Of p95_ttft_ms."""
     min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int = Field(ge=1)
+    max_replicas: int = Field(ge=1, le=MAX_REPLICAS)
     interval_s: float = Field(default=15.0, gt=0)
     """Seconds between two looks at the metrics (15 in Kubernetes)."""
     tolerance: float = Field(default=0.1, ge=0, lt=1)
@@ -147,7 +155,7 @@ class Failures(_Spec):
 class KvTransfer(_Spec):
     """The way of KV pages from a prefill replica to a decode replica."""
 
-    bandwidth_gb_per_s: float = Field(default=50.0, gt=0)
+    bandwidth_gb_per_s: float = Field(default=50.0, gt=0, allow_inf_nan=True)
     """Of one prefill replica's link, in 10^9 bytes per second; 50 is one 400 Gbit/s port. Transfers queue for it."""
     latency_ms: float = Field(default=1.0, ge=0)
     """Per transfer, besides the bytes: the hand-over between the engines."""
@@ -157,7 +165,7 @@ class Pool(_Spec):
     """Replicas alike; what is not set is as in the deployment."""
 
     name: str | None = None
-    replicas: int = Field(default=1, ge=1)
+    replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS)
     role: Role = "both"
     """prefill: prompts and first tokens; decode: the rest, with the KV of the prompts sent over."""
     weight: float | None = Field(default=None, gt=0)

@@ -17,7 +17,7 @@ from sim.workload import arrival_spec, spec
 from sim.workload.csv_traces import AZURE_COLUMNS, BURSTGPT_COLUMNS, LENGTHS_COLUMNS
 from sim.workload.spec import DATASETS, WorkloadSpec
 from sim.workload.textfile import first_line, read_text
-from sim.workload.yaml_lines import line_of
+from sim.workload.yaml_lines import DuplicateKey, line_of, load_yaml, yaml_problem
 
 SAMPLES: dict[str, str] = {"sample": "chat.yaml"}
 """Bundled workload files by the name they have for `--dataset-name`."""
@@ -38,12 +38,12 @@ def read_workload_file(path: str | Path) -> WorkloadSpec:
     path = Path(path)
     text, _ = read_text(path)
     try:
-        content = yaml.load(text, _UniqueKeys)
+        content = load_yaml(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        problem = getattr(error, "problem", None) or "cannot be parsed"
-        raise UsageError(f"{path}: {where}not YAML ({problem}); correct the line") from None
+        problem = yaml_problem(error)
+        if not isinstance(error, DuplicateKey):
+            problem += f" ({getattr(error, 'problem', None) or 'cannot be parsed'}); correct the line"
+        raise UsageError(f"{path}: {problem}") from None
     except (ValueError, RecursionError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: not YAML ({str(error)[:80]}); correct the file") from None
     if not isinstance(content, dict):
@@ -63,21 +63,6 @@ def _datasets(content: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
     for tenant in tenants if isinstance(tenants, list) else []:
         if isinstance(tenant, dict) and isinstance(tenant.get("dataset"), dict):
             yield tenant["dataset"]
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key given twice is an error instead of the last one winning."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
-                if key_node.value in seen:
-                    problem = f"key {key_node.value!r} is given twice"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-                seen.add(key_node.value)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-        return mapping
 
 
 def parse_spec(content: Mapping[str, Any], where: str = "workload", text: str = "") -> WorkloadSpec:
@@ -119,13 +104,16 @@ def explain(
     first = first_problem(error)
     place = name_of(first["loc"])
     kind, value = first["type"], first["input"]
+    if kind == "too_short" and not value:
+        return f"{place}: the list is empty; give at least {first['ctx']['min_length']}"
     message = (
         named(first["msg"], first["loc"], name_of)
         .removeprefix("Value error, ")
         .replace("Input should be", "must be")
     )
-    message = message.replace("a valid tuple", "a list").replace(
-        "a valid dictionary or object to extract fields from", "a mapping of keys"
+    message = message.replace("a valid tuple", "a list")
+    message = re.sub(
+        r"a valid dictionary or (instance of \w+|object to .* from)", "a mapping of keys", message
     )
     if kind == "extra_forbidden":
         key = str(first["loc"][-1])

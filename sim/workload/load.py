@@ -14,7 +14,7 @@ from sim.record import Ints, Tenant
 from sim.workload.flags import reworded
 from sim.workload.rows import Segments
 from sim.workload.sessions import Turns
-from sim.workload.spec import TenantSpec, WorkloadSpec
+from sim.workload.spec import MAX_SPAN_S, TenantSpec, WorkloadSpec
 from sim.workload.streams import Streams
 from sim.workload.tenant import TenantRequests, load_tenant
 from sim.workload.types import ClosedLoop, Workload
@@ -31,6 +31,7 @@ def load_workload(spec: WorkloadSpec, *, seed: int) -> Workload:
     for number, tenant in enumerate(spec.tenants):
         try:
             loaded.append(load_tenant(tenant, Streams.of(seed, tenant.name)))
+            _check_span(loaded[-1].turns)
         except UsageError as error:
             raise UsageError(reworded(str(error), spec, number)) from None
     groups: dict[str, int] = {}
@@ -44,6 +45,15 @@ def load_workload(spec: WorkloadSpec, *, seed: int) -> Workload:
         parts.append(_with_prefix(tenant, turns, groups, next_stream))
         next_stream += turns.segments.num_streams
     return _merge(spec, seed, parts, loaded)
+
+
+def _check_span(turns: Turns) -> None:
+    first_s = turns.sent_s[turns.after < 0]
+    if len(first_s) and not first_s.max() <= MAX_SPAN_S:
+        raise UsageError(
+            f"the last request would be sent after {first_s.max():g} s, and a workload lasts at most a year "
+            f"({MAX_SPAN_S:.0f} s); raise `arrivals.request_rate`, or correct the times of the trace"
+        )
 
 
 def _with_prefix(tenant: TenantSpec, turns: Turns, groups: dict[str, int], first_stream: int) -> Turns:

@@ -15,7 +15,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeFloat,
     PrivateAttr,
     field_validator,
     model_validator,
@@ -26,6 +25,9 @@ from sim.workload.arrival_spec import ArrivalSpec
 Order = Literal["file", "shuffle", "sample"]
 """Which rows of a file are used: in order (and again from the top when more requests are asked for than it
 has rows), shuffled once and then the same, or drawn with replacement."""
+
+MAX_SPAN_S = 366 * 86400.0
+"""A year: no workload is longer, and times far beyond lose their milliseconds."""
 
 PositiveTokens = Annotated[int, Field(ge=1, le=10_000_000)]
 Tokens = Annotated[int, Field(ge=0, le=10_000_000)]
@@ -234,7 +236,7 @@ class SessionSpec(Spec):
     """Turns of a session: a uniform integer in [turns_min, turns_max] (unused where the dataset has
     conversations)."""
     turns_max: Annotated[int, Field(ge=1, le=10_000)] = 1
-    think_s: NonNegativeFloat = 0.0
+    think_s: Annotated[float, Field(ge=0, le=MAX_SPAN_S)] = 0.0
     """Mean pause between an answer's last token and the next question."""
     think_distribution: Literal["exponential", "constant"] = "exponential"
 
@@ -280,7 +282,7 @@ class TenantSpec(Spec):
     shared_prefix: SharedPrefixSpec | None = None
     slo_class: str = ""
     goodput: GoodputSpec = GoodputSpec()
-    rtt_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    rtt_ms: Annotated[float, Field(ge=0, le=3.6e6, allow_inf_nan=False)] = 0.0
     """Network round trip between this tenant's clients and the server."""
     priority: int = 0
     """vLLM's meaning: lower is served first."""

@@ -24,7 +24,7 @@ from sim.workload import WorkloadSpec
 from sim.workload.files import SAMPLES
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import DEPLOYMENT, JSON, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
-from tokentwin.flags import Flag, takes
+from tokentwin.flags import Flag, at_least, takes
 from tokentwin.job import make_deployment, make_goodput, make_spec
 from tokentwin.job import words as items
 from tokentwin.provenance import ARGV, VERSION, git_commit
@@ -190,10 +190,10 @@ def answer_capacity(
         traffic,
         promises,
         start=given.get("request_rate") if traffic.variable == "request_rate" else None,
-        full=int(given.get("num_prompts", FULL)),
-        replications=int(given.get("replications", 8)),
+        full=at_least(given, "num_prompts", default=FULL),
+        replications=at_least(given, "replications", default=8),
         seed=seed,
-        jobs=given.get("jobs"),
+        jobs=at_least(given, "jobs"),
         told=told,
     )
     extrapolations = before_run(built) if found.record is None else after_run(built, found.record)

@@ -26,13 +26,14 @@ from serving.errors import UsageError
 from serving.policies.base import load_policy
 from sim.deployment import Deployment
 from sim.fleet.build import FLEET_FIELDS
+from sim.fleet.spec import parse_structured
 from sim.slo import Slo, parse_slo
 from sim.workload import WorkloadSpec
 from sim.workload.arrival_spec import ArrivalSpec
 from sim.workload.arrivals import RateCurve
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import DEPLOYMENT, JSON, OUTPUT, PROMISES, RUN, TRAFFIC
-from tokentwin.flags import Flag, takes
+from tokentwin.flags import Flag, at_least, takes
 from tokentwin.job import make_deployment, make_goodput, make_spec
 from tokentwin.job import words as items
 from tokentwin.provenance import ARGV, VERSION, git_commit
@@ -175,7 +176,7 @@ def answer_plan(flags: Mapping[str, Any], *, told: Callable[[str], None] | None 
     prices = _prices(given)
     base = _base(given)
     axes = {AXES[name]: values for name, values in _axes(given).items()}
-    seed = int(given.get("seed", 0))
+    seed = at_least(given, "seed", 0, default=0)
     traffic, load, notes = _traffic(given, seed)
     candidates = make_candidates(base, {gpu: price for gpu, (price, _) in prices.items()}, axes)
     if any(example for _, example in prices.values()):
@@ -185,13 +186,13 @@ def answer_plan(flags: Mapping[str, Any], *, told: Callable[[str], None] | None 
         traffic,
         load,
         promises,
-        top=_positive(given, "top", 5),
-        max_replicas=_positive(given, "max_replicas", 64),
-        total_gpus=given.get("total_gpus"),
-        full=int(given.get("num_prompts", FULL)),
-        replications=int(given.get("replications", 6)),
+        top=at_least(given, "top", default=5),
+        max_replicas=at_least(given, "max_replicas", default=64),
+        total_gpus=at_least(given, "total_gpus"),
+        full=at_least(given, "num_prompts", default=FULL),
+        replications=at_least(given, "replications", default=6),
         seed=seed,
-        jobs=given.get("jobs"),
+        jobs=at_least(given, "jobs"),
         told=told,
     )
     if made.pruned and not made.fleets and all(left.why == "invalid" for left in made.pruned):
@@ -233,11 +234,11 @@ def _prices(given: Mapping[str, Any]) -> dict[str, tuple[float, bool]]:
     return out
 
 
-def _check_name(load: Callable[[str], object], name: str, single: str, option: str) -> None:
+def _check_name(load: Callable[[Any], object], name: object, single: str, option: str) -> None:
     """A wrong name fails here, with the nearest, and is blamed on the option that it is from."""
     try:
         load(name)
-    except UsageError as error:
+    except (UsageError, ValueError) as error:
         text = str(error)
         raise UsageError(text.replace(single, option, 1) if single in text else f"{option}: {text}") from None
 
@@ -268,7 +269,9 @@ def _axes(given: Mapping[str, Any]) -> dict[str, Sequence[object]]:
             may_be_none = name in ("quantizations", "speculative_configs")
             axes[name] = [None if value == "none" and may_be_none else value for value in values]
             for value in axes[name]:
-                if value is not None and name in NAMES:
+                if value is not None and name == "speculative_configs":
+                    _check_name(parse_structured, value, "--speculative-config", "--speculative-configs")
+                elif value is not None and name in NAMES:
                     _check_name(NAMES[name], str(value), *(f"--{n.replace('_', '-')}" for n in (field, name)))
     axes.setdefault("tensor_parallel_sizes", (1, 2, 4, 8))
     return axes
@@ -278,13 +281,6 @@ def _whole(text: str, name: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise UsageError(f"--{name.replace('_', '-')}: {text!r} is not a whole number from 1")
     return int(text)
-
-
-def _positive(given: Mapping[str, Any], name: str, default: int) -> int:
-    value = int(given.get(name, default))
-    if value < 1:
-        raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    return value
 
 
 def _traffic(given: Mapping[str, Any], seed: int) -> tuple[Traffic, float, tuple[str, ...]]:
@@ -297,8 +293,8 @@ def _traffic(given: Mapping[str, Any], seed: int) -> tuple[Traffic, float, tuple
     users = flags.get("target_concurrency")
     spec, notes = _at_peak(make_spec({**flags, "num_prompts": None}))
     if users is not None:
-        if not users >= 1:
-            raise UsageError(f"--target-concurrency must be at least 1, got {users:g}")
+        if not 1 <= users < np.inf:
+            raise UsageError(f"--target-concurrency must be a whole number of users, got {users:g}")
         return make_traffic(spec, seed=seed, variable="max_concurrency"), float(round(users)), notes
     rates = [tenant.arrivals.request_rate for tenant in spec.tenants]
     traffic = make_traffic(spec, seed=seed)

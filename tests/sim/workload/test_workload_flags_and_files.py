@@ -139,10 +139,10 @@ def test_scaling_a_curve_scales_its_rates(tmp_path: Path) -> None:
         ("{}", "tenants is missing; add it"),
         ("model: llama-3.1-8b", "is a file of options and no workload; give it to --config"),
         ("tenants: [{dataset: random}]", "tenants[0].dataset: must be a mapping of keys"),
-        ("tenants: []", "tenants: tuple should have at least 1 item"),
+        ("tenants: []", "tenants: the list is empty"),
         (
             "tenants: [{dataset: {name: random}}]\ntenants: []",
-            "line 2: not YAML (key 'tenants' is given twice)",
+            "line 2: key 'tenants' is given twice",
         ),
         (
             "tenants: [{dataset: {name: rndom}}]",

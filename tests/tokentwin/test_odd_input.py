@@ -1,0 +1,133 @@
+"""Odd input of a newcomer: each is an error in one line that names what was given; no traceback and no silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tokentwin.shell import SMALL, Command
+
+PLAN = (
+    *("plan", "--model", "llama-3.1-8b", "--dataset-name", "random", "--request-rate", "5"),
+    *("--slo", "chat", "--price", "h200=1"),
+)
+CAPACITY = ("capacity", "--model", "llama-3.1-8b", "--dataset-name", "random", "--slo", "chat")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        # Numbers that no machine holds.
+        (("--request-rate", "1e-300"), "--request-rate"),
+        (
+            ("--num-gpu-blocks-override", "999999999999"),
+            "--num-gpu-blocks-override: must be less than or equal",
+        ),
+        (("--swap-space", "inf", "--preemption-mode", "swap"), "--swap-space: must be a finite number"),
+        (("--swap-space", "1e9", "--preemption-mode", "swap"), "--swap-space: must be less than or equal"),
+        (("--kv-offloading-size", "1e9"), "--kv-offloading-size: must be less than or equal"),
+        (("--frontend-overhead-ms", "inf"), "--frontend-overhead-ms: must be a finite number"),
+        (("--frontend-overhead-ms", "1e300"), "--frontend-overhead-ms: must be less than or equal"),
+        (("--rtt-ms", "1e300"), "--rtt-ms: must be less than or equal"),
+        (("--session-turns-max", "2", "--think-time", "1e300"), "--think-time: must be less than or equal"),
+        (("--data-parallel-size", "1000000"), "--data-parallel-size: must be less than or equal"),
+        (("--pools", "[{replicas: 1000000}]"), "--pools[0].replicas: must be less than or equal"),
+        (("--failures", "{mtbf_s: .inf, mttr_s: 1}"), "--failures.mtbf_s: must be a finite number"),
+        # Keys that are given twice, at any depth.
+        (("--pools", "[{gpu: h200, gpu: h100}]"), "--pools: key 'gpu' is given twice; keep one"),
+        (
+            ("--speculative-config", '{"method": "ngram", "method": "self"}'),
+            "--speculative-config: key 'method' is given twice; keep one",
+        ),
+        # Nothing where something is needed.
+        (("--slo",), "--slo"),
+        (("--goodput",), "--goodput"),
+        (("--gpu", ""), "--gpu is empty"),
+        # The flag is named.
+        (("--policy", "adaptive", "--size-classes", "x"), "--size-classes: 'x' is not"),
+        (("--pools", "[1]"), "--pools[0]: must be a mapping of keys, got '1'"),
+    ],
+)
+def test_simulate(tokentwin: Command, arguments: tuple[str, ...], words: str) -> None:
+    answer = tokentwin("simulate", *SMALL, *arguments)
+    assert answer.code == 2
+    assert words in answer.error
+    assert answer.out == ""
+
+
+def test_an_empty_model_is_not_taken_for_the_current_folder(tokentwin: Command) -> None:
+    assert "--model is empty" in tokentwin("simulate", "--model", "", "--dataset-name", "random").error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*PLAN[:-2], "--price", "h200=1", "h200=2"), "--price: h200 is given twice; keep one"),
+        ((*PLAN, "--gpus"), "--gpus"),
+        ((*PLAN, "--total-gpus", "0"), "--total-gpus must be at least 1, got 0"),
+        ((*PLAN, "--total-gpus", "-3"), "--total-gpus must be at least 1, got -3"),
+        ((*PLAN, "--replications", "0"), "--replications must be at least 1, got 0"),
+        ((*PLAN, "--num-prompts", "0"), "--num-prompts must be at least 1, got 0"),
+        ((*PLAN, "--jobs", "0"), "--jobs must be at least 1, got 0"),
+        ((*PLAN, "--seed", "-1"), "--seed must be at least 0, got -1"),
+        ((*PLAN, "--speculative-configs", "x"), "--speculative-configs: 'x' is not a mapping"),
+        (
+            (*PLAN[:5], "--ttft", "500", "--target-concurrency", "inf"),
+            "--target-concurrency must be a whole number of users, got inf",
+        ),
+        ((*CAPACITY, "--replications", "0"), "--replications must be at least 1, got 0"),
+        ((*CAPACITY, "--num-prompts", "0"), "--num-prompts must be at least 1, got 0"),
+        ((*CAPACITY, "--jobs", "-5"), "--jobs must be at least 1, got -5"),
+    ],
+)
+def test_planning(tokentwin: Command, arguments: tuple[str, ...], words: str) -> None:
+    answer = tokentwin(*arguments)
+    assert answer.code == 2
+    assert words in answer.error
+    assert answer.out == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "words"),
+    [
+        (
+            ("simulate", "--config"),
+            "model: llama-3.1-8b\npools:\n- gpu: h200\n  gpu: h100\n",
+            "line 4: key 'gpu' is given twice; keep one",
+        ),
+        (("simulate", "--config"), "model: llama-3.1-8b\nslo: []\n", "line 2: slo: the list is empty"),
+        (
+            ("simulate", "--model", "llama-3.1-8b", "--dataset-path"),
+            "tenants: []\n",
+            "line 1: tenants: the list is empty; give at least 1",
+        ),
+        (
+            ("sweep",),
+            "base:\n  model: llama-3.1-8b\n  model: qwen3-8b\ngrid: {seed: [1]}\n",
+            "line 3: key 'model' is given twice; keep one",
+        ),
+        (
+            ("sweep",),
+            "base: {model: llama-3.1-8b}\nnum_runs: true\ngrid: {seed: [1]}\n",
+            "num_runs must be a whole number from 1, got True",
+        ),
+        ((*PLAN[:-2], "--prices"), "prices: {h200: 1, h200: 2}\n", "key 'h200' is given twice; keep one"),
+        ((*PLAN[:-2], "--prices"), b"\xff\xfe\x00\x01", "not UTF-8 text"),
+    ],
+)
+def test_files(
+    tokentwin: Command, tmp_path: Path, command: tuple[str, ...], content: str | bytes, words: str
+) -> None:
+    path = tmp_path / "given.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    answer = tokentwin(*command, path)
+    assert answer.code == 2
+    assert words in answer.error
+    assert str(path) in answer.error
+
+
+def test_a_long_list_of_known_names_is_cut(tokentwin: Command, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("zzz: 1\n")
+    assert len(tokentwin("simulate", "--config", path).error) < 500
