@@ -171,7 +171,9 @@ def frontend_of(record: RunRecord) -> Frontend:
         )
     r = record.requests
     rtt_s = np.array([tenant.rtt_s for tenant in record.tenants])[r.tenant] if len(r) else np.zeros(0)
-    in_s, out_s = r.queued_s - r.sent_s - rtt_s / 2, r.first_token_s - r.prefill_done_s - rtt_s / 2
+    # Of beam searches nothing is shown before the end.
+    shown_s = r.first_token_s - r.prefill_done_s if record.beams is None else r.last_token_s - r.engine_done_s
+    in_s, out_s = r.queued_s - r.sent_s - rtt_s / 2, shown_s - rtt_s / 2
     return Frontend(_median(in_s), 0.0, _median(out_s))
 
 
@@ -216,7 +218,7 @@ class RecordedPrices:
         self._deployment: dict[str, Any] = record.meta.get("deployment") or {}
         columns = [getattr(steps, name).tolist() for name in COMPOSITION]
         self._table: dict[Key, list[float]] = {}
-        in_time = np.argsort(steps.start_s, kind="stable").tolist()
+        in_time = np.argsort(_planned_s(steps, is_asynchronous(record)), kind="stable").tolist()
         keys, gpu_s = list(zip(*columns, strict=True)), steps.gpu_s.tolist()
         for i in in_time:
             self._table.setdefault(keys[i], []).append(gpu_s[i])
@@ -361,6 +363,16 @@ class RecordedPrices:
 def _mean(values: list[float]) -> float:
     """The mean; of equal values, exactly their value."""
     return values[0] if min(values) == max(values) else sum(values) / len(values)
+
+
+def _planned_s(steps: StepTable, asynchronous: bool) -> Floats:
+    """When each step was planned, and so priced: when the one before it started, where planning is ahead."""
+    if not asynchronous or not len(steps):
+        return steps.start_s
+    follows = (steps.replica[1:] == steps.replica[:-1]) & (steps.end_s[:-1] == steps.start_s[1:])
+    planned_s = steps.start_s - steps.host_s
+    planned_s[1:] = np.where(follows, steps.start_s[:-1], planned_s[1:])
+    return planned_s
 
 
 def _host_seconds(steps: StepTable, asynchronous: bool) -> Floats:
