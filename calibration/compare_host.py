@@ -19,7 +19,10 @@ from costmodel.pricer import StepPricer
 from sim.record import Floats
 
 _STEPS_S = (2e-4, 1e-3, 5e-6)
-"""Finite differences of the three terms."""
+"""Finite differences of the three terms, and first steps of the search."""
+
+_SEARCHES = 40
+"""Most replays of the search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,8 @@ def fit_gaps(*cases: Case, per_seq: bool = False, rounds: int = 4) -> Gaps:
 
     `per_seq` fits the time of a sequence too, which a run of even batches cannot tell from that of a step.
 
-    Gauss-Newton; a schedule that tips over makes the figures jump, so the best of its steps is returned.
+    Gauss-Newton, and a simplex search from the best of its steps: a schedule that tips over makes the figures jump, which
+    slopes do not see.
     """
     from scipy.optimize import nnls
 
@@ -98,7 +102,23 @@ def fit_gaps(*cases: Case, per_seq: bool = False, rounds: int = 4) -> Gaps:
         here = _errors(cases, at)
         if float(here @ here) < least:
             best, least = at, float(here @ here)
-    return Gaps(*best.tolist())
+    return Gaps(*_searched(cases, best).tolist())
+
+
+def _searched(cases: Sequence[Case], best: Floats) -> Floats:
+    """The gaps that a simplex search ends at, from `best` and steps of `_STEPS_S` along each term."""
+    from scipy.optimize import minimize
+
+    def squares(in_steps: Floats) -> float:
+        errors = _errors(cases, np.maximum(in_steps, 0.0) * steps)
+        return float(errors @ errors)
+
+    steps = np.asarray(_STEPS_S[: len(best)])
+    start = best / steps
+    corners = np.vstack([start, start + np.eye(len(best))])
+    options = {"initial_simplex": corners, "maxfev": _SEARCHES, "xatol": 0.02, "fatol": 1e-9}
+    found = minimize(squares, start, method="Nelder-Mead", options=options)
+    return np.maximum(found.x, 0.0) * steps
 
 
 def with_gaps(case: Case, gaps: Gaps) -> Comparison:
