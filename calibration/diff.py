@@ -14,9 +14,10 @@ parts then add up to the difference of the two replays; what a replay misses of 
 - acceptance: which drafts stand;
 - routing: which replicas there are and who goes where: router, pools, autoscaler, failures, door, cache of answers;
 - pipeline: how many steps are in flight, and with them the bubbles;
-- transfer: hand-overs between a pipeline's stages, and of KV from prefill to decode.
+- transfer: hand-overs between a pipeline's stages, and of KV from prefill to decode;
+- network: lines, connections and readers, and how tokens gather before they are sent.
 
-The last four are there only where a run has them.
+The last five are there only where a run has them.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ def _parts(sides: tuple[Side, Side]) -> tuple[str, ...]:
         "routing": routed,
         "pipeline": pipelined,
         "transfer": pipelined or any(side.kv_transfer for side in sides),
+        "network": any(side.ways.delivering(side.workload)[1] is not None for side in sides),
     }
     return tuple(part for part in ALL_PARTS if there.get(part, True))
 
@@ -233,11 +235,13 @@ def _same_workload(a: Workload, b: Workload) -> bool:
         "after",
         "think_s",
     )
+    widths = [w.beam_width if w.beam_width is not None else np.zeros(len(w), np.int64) for w in (a, b)]
     rtts = [[t.rtt_s for t in w.tenants] for w in (a, b)]
     return (
         all(np.array_equal(getattr(a, name), getattr(b, name)) for name in columns)
         and a.closed_loop == b.closed_loop
         and rtts[0] == rtts[1]
+        and np.array_equal(widths[0], widths[1])
     )
 
 

@@ -27,6 +27,7 @@ from sim.fleet.plan import FleetPlan, PoolPlan
 from sim.fleet.spec import KvTransfer
 from sim.jitter import step_noise
 from sim.meta import meta_value
+from sim.network import Delivering, Network, delivering
 from sim.noise import StepNoise
 from sim.record import RunRecord
 from sim.router import RouterOptions
@@ -34,8 +35,8 @@ from sim.speculation import Speculation
 from sim.workload import Workload
 from sim.world import Frontend, run_world
 
-AT_ONCE = KvTransfer(bandwidth_gb_per_s=math.inf, latency_ms=0.0)
-"""The way of KV in a run that sends none."""
+AT_ONCE = KvTransfer(latency_ms=0.0)
+"""The way of KV in a run that sends none, and no bytes go."""
 INSTEAD = "tokentwin compare sets two deployments side by side"
 
 
@@ -79,6 +80,25 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class Ways:
+    """How answers get to clients, where streams are followed over a network."""
+
+    network: Network | None = None
+    stream_interval: int = 1
+    stream_slice_s: float = 0.0
+
+    def delivering(self, workload: Workload) -> tuple[Workload, Delivering | None]:
+        """The workload with the round trips of the network, and what a run needs to follow its streams."""
+        found = delivering(
+            self.network, workload.tenants, interval=self.stream_interval, slice_s=self.stream_slice_s
+        )
+        if found is None:
+            return workload, None
+        lines = zip(workload.tenants, found.lines, strict=True)
+        return replace(workload, tenants=tuple(replace(t, rtt_s=line.rtt_s) for t, line in lines)), found
+
+
+@dataclass(frozen=True, slots=True)
 class Side:
     """One run taken apart. `made_again` is None where it is replayed from its recorded times."""
 
@@ -91,6 +111,7 @@ class Side:
     noise: StepNoise | None = None
     drafts: SpeculativeConfig | None = None
     kv_transfer: KvTransfer | None = None
+    ways: Ways = field(default_factory=Ways)
     seed: int = 0
     until_s: float = math.inf
     notes: tuple[str, ...] = ()
@@ -160,10 +181,11 @@ class Side:
                 plan,
                 d.response_cache is not None,
             ),
-            frontend_of(record),
+            _frontend(record, d),
             None if recorded else step_noise(built, None, seed),
             None if d.speculative_config is None else parse_speculative_config(d.speculative_config),
             d.kv_transfer or KvTransfer() if plan is not None and _disaggregated(plan) else None,
+            Ways(d.network, d.stream_interval, d.stream_slice_ms / 1e3),
             seed,
             float(meta_value(record, "until_s", math.inf)),
         )
@@ -204,6 +226,8 @@ class Side:
         """Equal for two sides, both made from deployments, that are alike in a part."""
         if part == "routing":
             return self.routing.facts()
+        if part == "network":
+            return self.ways
         if part == "acceptance":
             d = self.drafts
             return None if d is None else (d.acceptance, d.num_speculative_tokens, self.seed)
@@ -235,7 +259,17 @@ class Side:
         return lambda: recorded
 
 
-PARTS = ("workload", "schedule", "kernel", "host", "acceptance", "routing", "pipeline", "transfer")
+PARTS = (
+    "workload",
+    "schedule",
+    "kernel",
+    "host",
+    "acceptance",
+    "routing",
+    "pipeline",
+    "transfer",
+    "network",
+)
 
 
 def world(of: Mapping[str, Side]) -> RunRecord:
@@ -255,8 +289,9 @@ def world(of: Mapping[str, Side]) -> RunRecord:
         if not _disaggregated(fleet):
             fleet = replace(fleet, kv_transfer=None)
     first = pools[0]
+    workload, followed = of["network"].ways.delivering(of["workload"].workload)
     record = run_world(
-        of["workload"].workload,
+        workload,
         first.config,
         first.pricer,
         make_policy=first.make_policy,
@@ -271,6 +306,7 @@ def world(of: Mapping[str, Side]) -> RunRecord:
         fleet=fleet,
         speculation=first.speculation,
         response_cache=routing.response_cache,
+        delivering=followed,
     )
     if record.interrupted:
         raise KeyboardInterrupt
@@ -331,6 +367,13 @@ def _match(pools: Sequence[Pool], name: str, index: int) -> Pool:
     """The pool of another side that stands for one called `name`, at place `index`."""
     named = [pool for pool in pools if pool.name == name]
     return named[0] if named else pools[min(index, len(pools) - 1)]
+
+
+def _frontend(record: RunRecord, d: Deployment) -> Frontend:
+    """As recorded; no gateway where a network says that it is not there."""
+    if d.network is not None and "gateway" in d.network.without:
+        return replace(frontend_of(record), overhead_s=0.0)
+    return frontend_of(record)
 
 
 def _disaggregated(plan: FleetPlan) -> bool:

@@ -59,6 +59,7 @@ def assert_alone(found: RunDiff, part: str) -> None:
 
 
 NGRAM, PIPELINE = {"speculative_config": drafts()}, {"pipeline_parallel_size": 2}
+LINES = {"bandwidth_mbit_s": 2, "clients": 2, "protocol": "http/1.1"}
 OUTAGE = {"schedule": [{"time_s": 0.1, "replica": 0, "down_s": 0.1}]}
 ALONE: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("luck of drafts", "acceptance", NGRAM, {"speculative_config": drafts(acceptance=0.95)}),
@@ -78,6 +79,8 @@ ALONE: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("front end of pools", "host", {"pools": POOLS, "frontend_overhead_ms": 3.0}, {}),
     ("failures", "routing", {"data_parallel_size": 2}, {"cold_start": {"seconds": 0.1}, "failures": OUTAGE}),
     ("door", "routing", {"rate": 400.0}, {"admission": {"max_waiting": 1}}),
+    ("lines to clients", "network", {"network": LINES}, {"network": {**LINES, "bandwidth_mbit_s": 20}}),
+    ("clients without lines", "network", {"network": LINES}, {}),
     ("link of KV", "transfer", {"pools": APART}, {"kv_transfer": {"bandwidth_gb_per_s": 1}}),
     ("jitter of a pipeline", "kernel", {**PIPELINE, "step_jitter": 0.2}, {}),
     ("recorded steps of a pipeline", "kernel", {**PIPELINE, "noise": 0.2}, {}),
@@ -111,6 +114,7 @@ DEPLOYMENTS: list[dict[str, Any]] = [
     {"pools": APART},
     {"pools": POOLS, "speculative_config": SELF},
     {"data_parallel_size": 2, "noise": 0.1},
+    {"network": LINES},
 ]
 
 
