@@ -25,6 +25,7 @@ BOUND_WORDS = {
     "host": "the host",
     "bubbles": "the stages' waiting for one another",
     "network": "the network",
+    "clients": "the clients' connections and reading",
     "policy": "the batching policy",
     "idle": "nothing: it is under-loaded",
     "nothing_ran": "nothing: no step ran",
@@ -104,13 +105,19 @@ def what_bounds(record: RunRecord, summary: Summary) -> Bound:
     shares = {name: float(length_s[mask].sum()) / busy_s for name, mask in causes.items()}
     gpu_s = float(s.gpu_s.sum())
     mostly_prefill = s.num_prefill_tokens > s.num_decodes
+    if record.beams is not None:
+        # A hypothesis computes its last page again to have one token: such a step reads the weights as decodes do.
+        mostly_prefill &= s.num_prefill_tokens > record.page_tokens * s.num_prefills
     shares["waiting"] = waiting_s / busy_s
     shares["busy"] = busy_s / max(record.replica_s(summary.duration_s), busy_s)
     bubbles = bubble_share(record)
     shares["host" if bubbles is None else "bubbles"] = max(0.0, 1 - gpu_s / busy_s)
     shares["prefill_compute"] = float(s.gpu_s[mostly_prefill].sum()) / busy_s
     shares["decode_bandwidth"] = float(s.gpu_s[~mostly_prefill].sum()) / busy_s
-    shares["network"] = summary.stage_share["network"] if np.isfinite(summary.stage_share["network"]) else 0.0
+    of_e2el = {name: share if np.isfinite(share) else 0.0 for name, share in summary.stage_share.items()}
+    shares["network"] = of_e2el["network"] + of_e2el["gateway"]
+    if record.deliveries is not None:
+        shares["clients"] = of_e2el["blocked"] + of_e2el["reader"]
     kind = _bound_kind(shares, causes)
     evidence = _evidence(kind, shares, record, summary)
     if kind in causes:
@@ -124,6 +131,8 @@ def _bound_kind(shares: dict[str, float], causes: Iterable[str]) -> str:
         return max(causes, key=lambda name: shares[name])
     if shares["network"] > 0.5:
         return "network"
+    if shares.get("clients", 0.0) > 0.5:
+        return "clients"
     if shares["busy"] < 0.5:
         return "idle"
     kinds = ("host", "bubbles", "prefill_compute", "decode_bandwidth")
@@ -141,6 +150,8 @@ def _evidence(kind: str, shares: dict[str, float], record: RunRecord, summary: S
         f"{summary.kv_occupancy_max:.0%} of {record.num_pages} pages in use{preempted}",
         "policy": f"requests waited with room for them in {share} of busy time",
         "network": f"it takes {share} of the mean end-to-end time",
+        "clients": f"they take {share} of the mean end-to-end time: {summary.stage_share['blocked']:.0%} for other "
+        f"requests of the same client, {summary.stage_share['reader']:.0%} for reading",
         "idle": f"steps ran in {shares['busy']:.0%} of the time and the batch was "
         f"{summary.batch_occupancy_mean:.0%} full",
         "host": f"the device waited for it in {share} of busy time",

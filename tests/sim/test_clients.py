@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from serving.config import SchedulerConfig
 from sim.clients import TOO_SLOW
 from sim.latency import inter_token_gaps, latencies, stage_times, token_seconds
+from sim.metrics import summarise
 from sim.network import Network, delivering
 from sim.record import RunRecord, Status, Tenant
+from sim.verdict import what_bounds
 from sim.workload.types import Workload
 from sim.world import Frontend, run_world
 from tests.sim.test_fast_forward import assert_same, configs, workloads
@@ -272,3 +274,15 @@ def test_fast_forward_changes_nothing_and_rules_hold(
         assert len(seen_s) == r.output_tokens[row]
         assert (seen_s >= engine_s - 1e-12).all()
         assert (np.diff(seen_s) >= 0).all()
+
+
+def test_a_verdict_names_the_clients_where_they_take_most_of_the_time() -> None:
+    workload = make_workload([0.0] * 6, [1] * 6, [4] * 6)
+    slow = run(workload, Network(clients=1, protocol="http/1.1", connections=1, reader_tokens_per_s=2))
+    bound = what_bounds(slow, summarise(slow))
+    assert bound.kind == "clients"
+    # An answer takes 0.25 s and three reads of 0.5 s; the sixth waits for five of them.
+    blocked_s, reader_s = 1.75 * 2.5, 1.75 - 1.0
+    assert bound.shares["clients"] == pytest.approx((blocked_s + reader_s) / (blocked_s + 1.75))
+    quick = run(workload, Network(clients=1))
+    assert what_bounds(quick, summarise(quick)).kind == "decode_bandwidth"
