@@ -16,6 +16,7 @@ from serving.errors import UsageError
 from sim.beam import NextTokens
 from sim.metrics import summarise
 from sim.record import RunRecord, Status
+from sim.verdict import what_bounds
 from sim.workload.types import Workload
 from sim.world import run_world
 from tests.sim.test_fast_forward import POLICIES, assert_same, configs
@@ -327,3 +328,11 @@ def test_a_reading_of_a_run_has_its_own_requests_only() -> None:
     assert reading.status.tolist() == [Status.FINISHED, Status.UNFINISHED, Status.UNFINISHED]
     assert np.isnan(reading.times_s["prefill_done_s"]).tolist() == [False, False, True]
     assert reading.times_s["prefill_done_s"][0] == reading.times_s["engine_done_s"][0]
+
+
+def test_a_search_is_bound_as_decodes_are() -> None:
+    record = alone(4, 64, 60)
+    bound = what_bounds(record, summarise(record))
+    assert bound.kind == "decode_bandwidth"
+    prompt_s = record.steps.gpu_s[0] / (record.steps.end_s - record.steps.start_s).sum()
+    assert bound.shares["prefill_compute"] == pytest.approx(prompt_s)
