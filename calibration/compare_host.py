@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from sim.record import Floats
 _STEPS_S = (2e-4, 1e-3, 5e-6)
 """Finite differences of the three terms, and first steps of the search."""
 
-_SEARCHES = 40
+_SEARCHES = 60
 """Most replays of the search."""
 
 
@@ -116,9 +117,9 @@ def _searched(cases: Sequence[Case], best: Floats) -> Floats:
     steps = np.asarray(_STEPS_S[: len(best)])
     start = best / steps
     corners = np.vstack([start, start + np.eye(len(best))])
-    options = {"initial_simplex": corners, "maxfev": _SEARCHES, "xatol": 0.02, "fatol": 1e-9}
+    options: Any = {"initial_simplex": corners, "maxfev": _SEARCHES, "xatol": 0.02, "fatol": 1e-9}
     found = minimize(squares, start, method="Nelder-Mead", options=options)
-    return np.maximum(found.x, 0.0) * steps
+    return np.asarray(np.maximum(found.x, 0.0) * steps)
 
 
 def with_gaps(case: Case, gaps: Gaps) -> Comparison:
