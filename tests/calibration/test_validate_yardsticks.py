@@ -74,7 +74,7 @@ def test_running_and_waiting_follow_the_kv_starved_run() -> None:
 def test_no_run_is_further_off_than_it_was() -> None:
     """A floor under what is not met yet."""
     assert rtx4090().mean_error() <= 0.015
-    assert rtxpro6000().mean_error() <= 0.075
+    assert rtxpro6000().mean_error() <= 0.07
 
 
 @pytest.mark.slow
