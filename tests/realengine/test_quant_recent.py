@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from realengine.batch import LayerCache
-from realengine.build import recent_bytes
+from realengine.build import pages_that_fit, recent_bytes
 from realengine.complete import complete
 from realengine.generation import Sampling
 from realengine.inputs import Moves, StepInputs
@@ -21,7 +23,7 @@ from realengine.load import load
 from realengine.models import Model
 from realengine.ops import KernelOps
 from realengine.ops_torch import TorchOps
-from realengine.quant_kv import cache_layout
+from realengine.quant_kv import cache_layout, kv_bytes_per_token
 from realengine.quant_recent import RecentTokens, check_recent
 from realengine.runner import StepRunner
 from serving.config import SchedulerConfig
@@ -153,6 +155,40 @@ def test_a_seat_forgets_who_sat_there(device_ops: str) -> None:
     torch.testing.assert_close(bench.out[1, 6:9], bench.wanted(1, 4, first=6)[6:], rtol=1e-4, atol=1e-5)
 
 
+@st.composite
+def schedules(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """Tokens of two sequences in each step, up to 30 of each."""
+    left, steps = [30, 30], []
+    for _ in range(draw(st.integers(1, 10))):
+        counts = tuple(draw(st.integers(0, min(9, tokens))) for tokens in left)
+        if any(counts):
+            steps.append(counts)
+            left = [tokens - count for tokens, count in zip(left, counts, strict=True)]
+    return steps  # type: ignore[return-value]
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules(), st.sampled_from([8, 4]), st.integers(0, 8))
+def test_both_ways_read_the_same_whatever_the_steps(
+    steps: list[tuple[int, int]], bits: int, moved: int
+) -> None:
+    """At step `moved` the second sequence goes to another seat, as after a preemption that kept its pages."""
+    benches = [Bench(bits, 2, way) for way in ("torch", "kernels")]
+    first = 0
+    for number, counts in enumerate(steps):
+        for bench in benches:
+            if number == moved:
+                first = bench.done[1]
+                bench.seats[1], bench.turns[1] = 3, 2
+            bench.step(counts)
+    for bench in benches:
+        for i, n in enumerate(bench.done):
+            wanted = bench.wanted(i, bits)
+            if i == 1 and first:
+                wanted = torch.cat((wanted[:first], bench.wanted(1, bits, first)[first:]))
+            torch.testing.assert_close(bench.out[i, :n], wanted, rtol=1e-4, atol=1e-5)
+
+
 # ---- in the engine -----------------------------------------------------------------------------------------
 
 PROMPTS = [[(7 * i + j * j) % 60 + 1 for j in range(20 + 3 * i)] for i in range(5)]
@@ -235,6 +271,20 @@ def test_rings_take_the_bytes_that_are_counted() -> None:
             caches = engine.runner.step.caches  # type: ignore[attr-defined]
         rings = [ring for cache in caches for ring in (cache.recent_k, cache.recent_v)]
         assert sum(ring.nbytes for ring in rings) == recent_bytes(model, limits, torch.float32)
+
+
+def test_on_a_gpu_rings_come_out_of_what_pages_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
+    limits = SchedulerConfig(num_pages=9, page_tokens=4, max_num_seqs=3, max_model_len=64)
+    plain, ringed = tiny(0), tiny(1000)
+    shape = plain.architecture.shape
+    kinds = (plain.num_kv_heads, shape.head_dim, "int4", torch.float32)
+    page_bytes = kv_bytes_per_token(shape.num_layers, *kinds) * limits.page_tokens
+    pages = [
+        pages_that_fit(model, limits, torch.float32, torch.device("cuda"), 0.9) for model in (plain, ringed)
+    ]
+    rings = recent_bytes(ringed, limits, torch.float32)
+    assert (pages[0] - pages[1]) * page_bytes == pytest.approx(rings, abs=page_bytes)
 
 
 @pytest.mark.parametrize(
