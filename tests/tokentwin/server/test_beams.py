@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ from realengine.generation import Sampling
 from tests.realengine.engines import EOS, tiny_model
 from tests.realengine.engines import running as running_engine
 from tests.tokentwin.server.harness import Running, until
+from tests.tokentwin.server.test_clients import raw_request
 from tests.tokentwin.server.test_engine_backend import PROMPT, serving_engine
 from tokentwin.server.plain_codec import PlainCodec
 
@@ -236,3 +238,36 @@ def test_a_full_queue_is_429() -> None:
     with serving_engine({"max_waiting": 1}, max_num_seqs=1) as server, server.client() as client:
         body = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
         assert client.post("/v1/completions", json=body).status_code == 429
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_clients_that_come_and_go_leave_nothing_behind(asynchronous: bool) -> None:
+    """Searches, best-of and plain answers in a cache that is too small for them; a third of the clients leave early."""
+    rng = random.Random(7)
+    with serving_engine(**SMALL, async_scheduling=asynchronous) as server:
+        kinds = [
+            {"use_beam_search": True, "n": 3},
+            {"best_of": 3, "seed": 1},
+            {"n": 2, "seed": 2},
+            {"use_beam_search": True, "n": 2, "logprobs": 1},
+        ]
+        clients = []
+        for number in range(24):
+            prompt = [3 + number % 5] * (5 + number % 3)
+            body = {"prompt": prompt, "max_tokens": rng.randint(1, 40), "ignore_eos": True} | kinds[
+                number % 4
+            ]
+            clients.append(raw_request(server.port, body))
+            if number % 3 == 0:
+                time.sleep(0.01)
+                clients.pop(rng.randrange(len(clients))).close()
+        for client in clients:
+            assert client.recv(1 << 20).startswith(b"HTTP/1.1 200")
+            client.close()
+        until(lambda: not server.backend.unfinished)
+        scheduler = server.backend.engine.scheduler
+        until(lambda: not scheduler.num_unfinished)
+        assert scheduler.used_pages == 0
+        scheduler.check()
+        assert not server.backend._boundaries.scheduled_s
+        assert ask(server, max_tokens=2)["choices"]
