@@ -149,6 +149,7 @@ class StepPricer:
         num_decodes: int,
         decode_context_sum: int,
         decode_context_max: int,
+        /,
     ) -> float:
         """Device seconds of one step.
 
@@ -258,7 +259,10 @@ class StepPricer:
         window = self._window
         mean = context_sum / num_decodes
         # One decode with over half of all context is most of the work itself.
-        most = min(context_max, window, (context_sum + mean) / 2.0)
+        half = (context_sum + mean) / 2.0
+        most = context_max if context_max < half else half
+        if most > window:
+            most = window
         if mean > window:
             mean = window
         tail = (reach - mean) * self._tail_token_s * (1.0 - own / work)
