@@ -71,48 +71,61 @@ class Utilisation:
         return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-def twin_work(record: RunRecord, built: Built) -> StepWork:
-    """Work of the steps of a simulated run: of the target, its verifications, and the passes of a draft model.
+Columns = Mapping[str, npt.NDArray[Any]]
+"""Of a step table, and those of `serving.draft_steps.DraftSteps` where drafts are verified."""
 
-    Every prompt chunk counts as sampled once, which overstates the LM head's work of unfinished chunks.
-    """
-    pricer, speculation = built.pricer, built.speculation
-    flops, num_bytes = pricer.step_work(*_target_columns(record))
-    if record.draft_steps is not None and speculation is not None and speculation.draft is not None:
-        drafter: Any = speculation.draft.pricer
-        more = draft_work(record, drafter.step_work, own_cache=speculation.draft.own_cache)
-        flops, num_bytes = flops + more[0], num_bytes + more[1]
+
+def twin_work(record: RunRecord, built: Built) -> StepWork:
+    """Work of the steps of a simulated run (`work_of_steps`), beside the device's peaks."""
+    flops, num_bytes = work_of_steps(_columns(record), built)
+    pricer = built.pricer
     return StepWork(flops, num_bytes, pricer.peak_flops, pricer.peak_bytes_per_s, built.profile.facts.product)
 
 
-def _target_columns(record: RunRecord) -> tuple[npt.NDArray[Any], ...]:
+def work_of_steps(steps: Columns, built: Built) -> tuple[Floats, Floats]:
+    """(FLOPs, bytes) of steps on one device: the target's, its verifications, and the passes of a draft model.
+
+    Every prompt chunk counts as sampled once, which overstates the LM head's work of unfinished chunks.
+    """
+    flops, num_bytes = built.pricer.step_work(*_target(steps))
+    draft = None if built.speculation is None else built.speculation.draft
+    if draft is not None and "draft_passes" in steps:
+        pricer: Any = draft.pricer
+        more = _draft_work(steps, pricer.step_work, own_cache=draft.own_cache)
+        flops, num_bytes = flops + more[0], num_bytes + more[1]
+    return flops, num_bytes
+
+
+def _columns(record: RunRecord) -> Columns:
+    drafting = {} if record.draft_steps is None else record.draft_steps.columns()
+    return {**record.steps.columns(), **drafting}
+
+
+def _target(steps: Columns) -> tuple[npt.NDArray[Any], ...]:
     """Arguments of `costmodel.work.step_work` for the target; a sequence's KV is read once for all that it verifies."""
-    s, drafts = record.steps, record.draft_steps
-    pairs = s.prefill_attention_area
-    if drafts is not None:
-        pairs = pairs + drafts.verified_pairs
-    sampled = s.num_tokens - s.num_prefill_tokens + s.num_prefills
-    return s.num_tokens, sampled, pairs, s.prefill_context_sum, s.decode_context_sum
+    tokens, pairs = steps["num_tokens"], steps["prefill_attention_area"]
+    if "verified_pairs" in steps:
+        pairs = pairs + steps["verified_pairs"]
+    sampled = tokens - steps["num_prefill_tokens"] + steps["num_prefills"]
+    return tokens, sampled, pairs, steps["prefill_context_sum"], steps["decode_context_sum"]
 
 
-def draft_work(
-    record: RunRecord, step_work: Callable[..., tuple[Floats, Floats]], *, own_cache: bool
+def _draft_work(
+    steps: Columns, step_work: Callable[..., tuple[Floats, Floats]], *, own_cache: bool
 ) -> tuple[Floats, Floats]:
     """(FLOPs, bytes) of the drafter's passes in every step; `step_work` counts those of its shape.
 
     Each pass reads the weights, as many experts of them as a pass of mean size touches. A drafter with a cache of its
     own reads prompt chunks as the target does.
     """
-    s, drafts = record.steps, record.draft_steps
-    assert drafts is not None
-    passes = np.maximum(drafts.draft_passes, 1)
-    prompts = (drafts.draft_passes > 0) & own_cache
+    passes = np.maximum(steps["draft_passes"], 1)
+    prompts = (steps["draft_passes"] > 0) & own_cache
     flops, num_bytes = step_work(
-        drafts.draft_tokens / passes,
-        drafts.draft_sampled / passes,
-        (s.prefill_attention_area * prompts + drafts.draft_pairs) / passes,
-        s.prefill_context_sum * prompts / passes,
-        drafts.draft_context_sum / passes,
+        steps["draft_tokens"] / passes,
+        steps["draft_sampled"] / passes,
+        (steps["prefill_attention_area"] * prompts + steps["draft_pairs"]) / passes,
+        steps["prefill_context_sum"] * prompts / passes,
+        steps["draft_context_sum"] / passes,
     )
     return flops * passes, num_bytes * passes
 
@@ -125,12 +138,12 @@ def engine_work(record: RunRecord) -> StepWork | None:
     facts: Mapping[str, Any] = (record.meta.get("engine") or {}).get("work") or {}
     if not facts:
         return None
-    number = facts["bytes_per_number"]
+    number, steps = facts["bytes_per_number"], _columns(record)
     sizes = {"weight_bytes": number, "kv_bytes": number, "activation_bytes": number}
-    flops, num_bytes = step_work(ModelShape.model_validate(facts["shape"]), *_target_columns(record), **sizes)
-    if record.draft_steps is not None and (draft := facts.get("draft")) is not None:
+    flops, num_bytes = step_work(ModelShape.model_validate(facts["shape"]), *_target(steps), **sizes)
+    if "draft_passes" in steps and (draft := facts.get("draft")) is not None:
         of_shape = partial(step_work, ModelShape.model_validate(draft["shape"]), **sizes)
-        more = draft_work(record, of_shape, own_cache=draft["own_cache"])
+        more = _draft_work(steps, of_shape, own_cache=draft["own_cache"])
         flops, num_bytes = flops + more[0], num_bytes + more[1]
     peaks = [facts.get(name) for name in ("peak_flops_per_s", "peak_bytes_per_s")]
     flops_per_s, bytes_per_s = (math.nan if peak is None else float(peak) for peak in peaks)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from serving.draft_steps import DraftLog, draft_steps
 from sim.log import STEP_COLUMNS, StepLog
 from sim.record import Floats, Ints
 
@@ -32,7 +33,7 @@ class Reading:
     status: Ints
     reason: Sequence[str]
     steps: dict[str, Floats]
-    """By the names in `sim.log.STEP_COLUMNS`."""
+    """By the names in `sim.log.STEP_COLUMNS`, and in `serving.draft_steps` where the twin verifies drafts."""
     running: int
     waiting: int
     kv_usage: float
@@ -62,7 +63,7 @@ def of_world(world: Any) -> Read:
             np.array(log.output_tokens[own], np.int64),
             np.array(log.status[own], np.int64),
             log.reason[own],
-            _steps([replica.steps for replica in replicas]),
+            _steps([replica.steps for replica in replicas], [replica.draft_log for replica in replicas]),
             sum(scheduler.num_running for scheduler in schedulers),
             sum(scheduler.num_waiting for scheduler in schedulers),
             sum(scheduler.used_pages for scheduler in schedulers) / max(pages, 1),
@@ -109,8 +110,11 @@ def of_engine(engine: Any) -> Read:
     return read
 
 
-def _steps(logs: Sequence[StepLog]) -> dict[str, Floats]:
+def _steps(logs: Sequence[StepLog], drafts: Sequence[DraftLog | None]) -> dict[str, Floats]:
     """Columns of all steps so far, without flushing the logs, which belong to the thread that runs."""
-    parts = [part for log in logs for part in log.peek()]
+    peeked = [log.peek() for log in logs]
+    parts = [part for of_log in peeked for part in of_log]
     table = np.concatenate(parts) if parts else np.empty((0, len(STEP_COLUMNS)))
-    return {name: table[:, i] for i, name in enumerate(STEP_COLUMNS)}
+    found = draft_steps(drafts, [sum(map(len, of_log)) for of_log in peeked])
+    drafting = {} if found is None else {name: c.astype(np.float64) for name, c in found.columns().items()}
+    return {name: table[:, i] for i, name in enumerate(STEP_COLUMNS)} | drafting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import tokentwin as tt
 from experiments.observed import UTILISATION
+from experiments.report_figures import step_roofline
 from tests.otlp_collector import collector, spans_in
 from tests.tokentwin.shell import SMALL, Command
 from tokentwin.commands.simulate import work_so_far
@@ -184,6 +186,24 @@ def test_metrics_are_there_while_a_simulation_runs_and_right_when_it_ends() -> N
     assert end["vllm:iteration_tokens_total_count"] == s.num_steps
     assert end["vllm:inter_token_latency_seconds_count"] == s.total_output_tokens - 300
     assert end["vllm:estimated_flops_per_gpu_total"] == pytest.approx(run.roofline().flops.sum())
+
+
+def test_flops_while_a_run_with_drafts_goes_on_are_those_of_its_roofline() -> None:
+    drafts = (
+        '{"method": "draft_model", "model": "llama-3.2-1b", "num_speculative_tokens": 3, "acceptance": 0.6}'
+    )
+    flags = {"model": "llama-3.1-8b", "gpu": "h200", "dataset_name": "random", "isl": 200, "osl": 30}
+    job = make_job({**flags, "num_prompts": 40, "replications": 1, "speculative_config": drafts})
+    meters: list[RunMeters] = []
+    with serving(lambda: meters[0] if meters else None, 0) as address:
+        run = run_job(
+            job, watch=lambda world: meters.append(RunMeters(of_world(world), "m", work_so_far(job)))
+        )
+        end = scrape(address)
+    assert end["vllm:estimated_flops_per_gpu_total"] == pytest.approx(run.roofline().flops.sum())
+    assert run.record.draft_steps is not None
+    alone = step_roofline(replace(run.record, draft_steps=None), replace(run.built, speculation=None))
+    assert end["vllm:estimated_flops_per_gpu_total"] > 1.05 * alone.flops.sum()
 
 
 def test_a_taken_port_is_one_line(tokentwin: Command) -> None:

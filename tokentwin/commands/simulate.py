@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.console import WIDTH, print_run
 from experiments.observed import any_fired
+from experiments.utilisation import work_of_steps
 from sim.fleet.build import is_fleet, num_replicas
 from sim.hull import check_strict
 from sim.record import Floats
@@ -60,13 +61,7 @@ def work_so_far(job: Job) -> Callable[[Mapping[str, Floats]], tuple[float, float
     replicas = num_replicas(job.built.deployment)
 
     def work(steps: Mapping[str, Floats]) -> tuple[float, float]:
-        flops, moved = job.built.pricer.step_work(
-            steps["num_tokens"],
-            steps["num_decodes"] + steps["num_prefills"],
-            steps["prefill_attention_area"],
-            steps["prefill_context_sum"],
-            steps["decode_context_sum"],
-        )
+        flops, moved = work_of_steps(steps, job.built)
         return float(flops.sum()) / replicas, float(moved.sum()) / replicas
 
     return work
