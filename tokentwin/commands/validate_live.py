@@ -27,7 +27,9 @@ LIVE = (
          "around it, instead of by PROFILE.", "Live", default="on the CPU"),
 )  # fmt: skip
 WORKLOAD = tuple(
-    flag for flag in TRAFFIC if flag.name not in ("request_rate", "max_concurrency", "input_len")
+    flag
+    for flag in TRAFFIC
+    if flag.name not in ("request_rate", "max_concurrency", "input_len", "beam_width")
 )
 _LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
 _ENGINE = ("model", "dtype", *_LIMITS, "enforce_eager", "quantization", "kv_cache_dtype")
