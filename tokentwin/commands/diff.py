@@ -13,7 +13,9 @@ from calibration.diff import METRICS
 from calibration.diff import diff as split_difference
 from experiments.diff_report import diff_lines, save_diff, sentences
 from experiments.saved import load_record
+from sim.world import Progress
 from tokentwin.config_file import configurable
+from tokentwin.progress import progress_bar
 
 _WIDTH = 80
 
@@ -38,7 +40,12 @@ def diff(
 ) -> int:
     """Replay both runs with one part of the other at a time and say what each part does to each metric."""
     names = (str(a), str(b))
-    found = split_difference(load_record(a), load_record(b), metrics=metric or METRICS, names=names)
+    records = (load_record(a), load_record(b))
+    with progress_bar(doing="Replaying", clock="replays") as bar:
+        told = None
+        if bar is not None:
+            told = lambda done, total: bar(Progress(float(done), done, total, 0.0))  # noqa: E731
+        found = split_difference(*records, metrics=metric or METRICS, names=names, progress=told)
     said = set(sentences(found))
     for line in diff_lines(found, names):
         text = textwrap.fill(line, _WIDTH, subsequent_indent="  ") if line in said else line
