@@ -26,6 +26,7 @@ def describe(workload: Workload, *, page_tokens: int = 16) -> dict[str, Any]:
     )
     hits = shared_prefix_tokens(workload, page_tokens=page_tokens)
     total = int(workload.prompt_tokens.sum())
+    summary |= _beams(workload.beam_width)
     summary["page_tokens"] = page_tokens
     summary["shared_prefix_share"] = float(hits.sum()) / total if total else 0.0
     summary["max_concurrency"] = (
@@ -42,6 +43,7 @@ def describe(workload: Workload, *, page_tokens: int = 16) -> dict[str, Any]:
         part |= _rate(workload.sent_s[mine & first])
         part |= _lengths("prompt_tokens", workload.prompt_tokens[mine])
         part |= _lengths("output_tokens", workload.output_tokens[mine])
+        part |= _beams(None if workload.beam_width is None else workload.beam_width[mine])
         own = int(workload.prompt_tokens[mine].sum())
         part["shared_prefix_share"] = float(hits[mine].sum()) / own if own else 0.0
         summary["tenants"].append(part)
@@ -85,6 +87,18 @@ def _rate(sent_s: Floats) -> dict[str, Any]:
         "duration_s": float(sent_s[-1]) if len(sent_s) else 0.0,
         "request_rate": (len(sent_s) - 1) / span_s if span_s > 0 else None,
         "gap_cv": float(gaps_s.std() / gaps_s.mean()) if span_s > 0 else None,
+    }
+
+
+def _beams(width: Ints | None) -> dict[str, Any]:
+    """Beam searches and how wide they are; nothing where there are none."""
+    if width is None or not width.any():
+        return {}
+    searches = width[width > 0]
+    return {
+        "num_beam_searches": len(searches),
+        "mean_beam_width": float(searches.mean()),
+        "max_beam_width": int(searches.max()),
     }
 
 

@@ -55,6 +55,9 @@ def _table(part: Mapping[str, Any], indent: str = "") -> list[str]:
         rows.append(("rate", f"{rate:,.3g} a second; gaps vary by {cv:.2f} of their mean"))
     if part.get("max_concurrency") is not None:
         rows.append(("in flight", f"at most {part['max_concurrency']:,}"))
+    if (searches := part.get("num_beam_searches")) is not None:
+        widths = f"{part['mean_beam_width']:.3g} on average, {part['max_beam_width']} at most"
+        rows.append(("beam searches", f"{searches:,}, with a width of {widths}"))
     shared = f"{part['shared_prefix_share']:.1%} of prompt tokens, found by an infinite cache"
     rows.append(("shared prefixes", shared))
     lines = [indent + part["name"], *(f"{indent}  {key:<18}{value}" for key, value in rows)]

@@ -10,6 +10,7 @@ import pytest
 
 from serving.errors import UsageError
 from sim.workload import load_workload
+from sim.workload.describe import describe
 from sim.workload.files import parse_spec
 from sim.workload.flags import spec_from_flags
 from sim.workload.types import Workload
@@ -95,3 +96,13 @@ def test_the_same_prompt_searched_with_another_width_is_another_request() -> Non
     assert workload.beam_width is not None
     workload.beam_width[3:] = 4
     assert workload.repeats().tolist() == [0, 0, 0, 3, 3, 3]
+
+
+def test_described() -> None:
+    workload = loaded(**RANDOM, beam_width=2)
+    assert workload.beam_width is not None
+    workload.beam_width[:2] = [0, 8]
+    assert describe(workload)["num_beam_searches"] == 4
+    assert describe(workload)["tenants"][0]["mean_beam_width"] == (8 + 3 * 2) / 4
+    assert describe(workload)["max_beam_width"] == 8
+    assert "num_beam_searches" not in describe(loaded(**RANDOM))
