@@ -214,12 +214,11 @@ class Clients:
     def _bring_up(self, client: Client, now_s: float) -> float:
         """Bring a client's line up to now; returns when to look again, infinite when the next answer will say."""
         for row, channel in client.active.items():
-            self._feed(row, now_s)
-            client.wire.offer(channel)
+            if not self.streams[row].complete:
+                self._feed(row, now_s)
+                client.wire.offer(channel)
         self._carried(client, client.wire.advance(now_s))
-        again_s = math.inf
-        if any(self.streams[row].complete for row in client.active):
-            again_s = client.wire.next_s
+        again_s = min((channel.ends_at_least_s() for channel in client.active.values()), default=math.inf)
         if self.net.buffer_bytes < math.inf and client.active:
             again_s = min(again_s, self._cut_slow(client, now_s))
         return again_s

@@ -148,6 +148,21 @@ class Channel:
         self.last_s = at_s  # so that room that was made once is not asked for again
         return at_s
 
+    def ends_at_least_s(self) -> float:
+        """A time before which the last event of the answer in front cannot go; infinite while the answer grows.
+
+        The client has to take all of it but what fits into the window.
+        """
+        if not self.streams or not self.streams[0].complete:
+            return inf
+        stream = self.streams[0]
+        at_s = max(stream.left_s[-1], self.last_s)
+        if self.window_bytes < inf and stream.pace_s:
+            fit = int(self.window_bytes / max(stream.event_bytes, 1.0)) + 2
+            unread = sum(stream.tokens[len(stream.seen_s) : -fit])
+            at_s = max(at_s, self._reader_s + unread * stream.pace_s)
+        return at_s
+
     def broken(self, now_s: float) -> None:
         """The connection is gone, with all that was unread in it; what is still to come takes another."""
         self.streams.popleft()
@@ -193,11 +208,6 @@ class Wire:
         self._queue = sorted(entry for entry in self._queue if entry[2] is not channel)
         self._waits.discard(id(channel))
 
-    @property
-    def next_s(self) -> float:
-        """When the next event queues for the line, as far as is known."""
-        return self._queue[0][0] if self._queue else inf
-
     def advance(self, until_s: float) -> list[Stream]:
         """Carry all that queues by `until_s`; returns the answers of which the last event did."""
         done = []
@@ -217,15 +227,18 @@ class Wire:
 
 def alone(stream: Stream, channel: Channel, s_per_byte: float) -> tuple[float, float]:
     """When the client would have the last event of an answer, were the line its own: reading at once, and as it does."""
-    ends_s = []
-    for pace_s, window_bytes in ((0.0, inf), (stream.pace_s, channel.window_bytes)):
-        again = Stream(stream.row, pace_s=pace_s)
-        again.left_s, again.tokens, again.sizes = stream.left_s, stream.tokens, stream.sizes
-        again.complete = True
-        own = Channel(channel.half_rtt_s, window_bytes)
-        own.streams.append(again)
-        wire = Wire(s_per_byte)
-        wire.offer(own)
-        wire.advance(inf)
-        ends_s.append(again.seen_s[-1])
-    return ends_s[0], ends_s[1]
+    free_s = -inf
+    for left_s, size in zip(stream.left_s, stream.sizes, strict=True):
+        free_s = (left_s if left_s > free_s else free_s) + size * s_per_byte
+    at_once_s = free_s + channel.half_rtt_s
+    if not stream.pace_s and channel.window_bytes == inf:
+        return at_once_s, at_once_s
+    again = Stream(stream.row, pace_s=stream.pace_s)
+    again.left_s, again.tokens, again.sizes = stream.left_s, stream.tokens, stream.sizes
+    again.complete = True
+    own = Channel(channel.half_rtt_s, channel.window_bytes)
+    own.streams.append(again)
+    wire = Wire(s_per_byte)
+    wire.offer(own)
+    wire.advance(inf)
+    return at_once_s, again.seen_s[-1]
