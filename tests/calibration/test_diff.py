@@ -64,17 +64,14 @@ def test_a_run_does_not_differ_from_itself() -> None:
     ],
 )
 def test_the_part_that_was_changed_explains_the_difference(part: str, other: dict[str, object]) -> None:
-    """Replays repeat both runs exactly. What else moves is the longest context, which step tables do not hold."""
+    """Replays repeat both runs exactly, so that nothing is left for the other parts."""
     found = diff(run(), run(**other))  # type: ignore[arg-type]
     assert_adds_up(found)
     for split in found.splits:
         assert split.unexplained == 0.0, split.metric
         for name in PARTS:
             if name != part:
-                assert abs(split.parts[name]) <= 0.01 * abs(split.difference) + 1e-4 * abs(split.a), (
-                    split.metric,
-                    name,
-                )
+                assert split.parts[name] == 0.0, (split.metric, name)
 
 
 def test_several_changes_share_the_difference_and_add_up() -> None:

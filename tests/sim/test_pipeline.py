@@ -232,6 +232,7 @@ def test_a_pool_with_stages_beside_one_without(seed: int, router: str) -> None:
     """Each pool goes its own way: bubbles are those of the staged replica, and every token is there once."""
     d = Deployment.model_validate({**FLEET, "router": router, "pools": [STAGED, PLAIN]})
     record = simulate(traffic(seed), d)
+    assert_same(record, simulate(traffic(seed), d, fast_forward=False))
     r, s = record.requests, record.steps
     assert (r.status == Status.FINISHED).all()
     for row in range(len(r)):
