@@ -17,6 +17,7 @@ from calibration.compare import Comparison
 from calibration.observed import Case
 from calibration.validate import Repricer, compare_case
 from costmodel.pricer import StepPricer
+from costmodel.prices import Repriced, Step
 from sim.record import Floats
 
 _STEPS_S = (2e-4, 1e-3, 5e-6)
@@ -40,41 +41,24 @@ class Gaps:
         return GappedPricer(pricer, self)
 
 
-class GappedPricer:
+class GappedPricer(Repriced):
     """A step pricer with the device idle for a while before each step."""
 
-    def __init__(self, pricer: StepPricer, gaps: Gaps) -> None:
-        self._pricer, self._gaps = pricer, gaps
+    def __init__(self, base: StepPricer, gaps: Gaps) -> None:
+        super().__init__(base)
+        self._gaps = gaps
 
-    def step_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> float:
+    def step_s(self, *step: *Step) -> float:
         """As `StepPricer.step_s`, gaps included."""
-        seconds = self._pricer.step_s(
-            num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max
-        )
+        _, _, prefills, num_decodes, *_ = step
         gaps = self._gaps
         gap_s = gaps.step_s + (num_decodes + len(prefills)) * gaps.per_seq_s
-        return seconds + (gap_s + (gaps.prefill_s if prefills else 0.0))
+        return self.base.step_s(*step) + (gap_s + (gaps.prefill_s if prefills else 0.0))
 
     def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
         """As `StepPricer.decode_run_s`, gaps included."""
-        seconds = self._pricer.decode_run_s(num_decodes, context_sum, context_max, num_steps)
+        seconds = self.base.decode_run_s(num_decodes, context_sum, context_max, num_steps)
         return seconds + (self._gaps.step_s + num_decodes * self._gaps.per_seq_s)
-
-    def host_s(self, num_seqs: int, num_tokens: int) -> float:
-        """As `StepPricer.host_s`."""
-        return self._pricer.host_s(num_seqs, num_tokens)
-
-    def move_s(self, num_pages: int) -> float:
-        """As `StepPricer.move_s`."""
-        return self._pricer.move_s(num_pages)
 
 
 def fit_gaps(*cases: Case, per_seq: bool = False, rounds: int = 4) -> Gaps:

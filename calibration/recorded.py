@@ -5,7 +5,6 @@ Twin runs and real ones look alike here: nothing but the record's tables and its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 
 from costmodel.pipeline import PipelinePricer
 from costmodel.pricer import StepPricer
+from costmodel.prices import Step, steps_of_run
 from serving.config import SchedulerConfig
 from serving.errors import TokenTwinError, UsageError
 from sim.deployment import Built, Deployment, build, policy_options
@@ -268,29 +268,12 @@ class RecordedPrices:
         mine, theirs = self._deployment, other._deployment
         return a.profile == b.profile and all(mine.get(name) == theirs.get(name) for name in _PRICED_BY)
 
-    def step_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> float:
+    def step_s(self, *step: *Step) -> float:
         """As `StepPricer.step_s`."""
-        tokens = area = 0
-        for chunk, before in prefills:
-            tokens += chunk
-            area += chunk * before + chunk * (chunk + 1) // 2
-        key = (num_tokens, tokens, len(prefills), num_decodes, decode_context_sum, float(area))
-        found = self.found(key)
+        found = self.found(key := _key(step))
         if found is not None:
             return found
-        if self.model is not None:
-            return self.model.step_s(
-                num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max
-            )
-        return self.fitted(key)
+        return self.fitted(key) if self.model is None else self.model.step_s(*step)
 
     def found(self, key: Key) -> float | None:
         """What such a step took, the next of them in turn; None where the run had none."""
@@ -314,23 +297,11 @@ class RecordedPrices:
         """Stages of a pipeline, 1 where there is none."""
         return self.model.num_stages if isinstance(self.model, PipelinePricer) else 1
 
-    def stage_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> list[float]:
+    def stage_s(self, *step: *Step) -> list[float]:
         """As `PipelinePricer.stage_s`: the recorded mean over the stages, in the proportions of the price list."""
         assert isinstance(self.model, PipelinePricer)
-        stages = self.model.stage_s(
-            num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max
-        )
-        tokens = sum(chunk for chunk, _ in prefills)
-        area = sum(chunk * before + chunk * (chunk + 1) // 2 for chunk, before in prefills)
-        mean_s = self.found((num_tokens, tokens, len(prefills), num_decodes, decode_context_sum, float(area)))
+        stages = self.model.stage_s(*step)
+        mean_s = self.found(_key(step))
         if mean_s is None:
             return stages
         factor = mean_s * len(stages) / sum(stages)
@@ -338,10 +309,8 @@ class RecordedPrices:
 
     def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
         """As `StepPricer.decode_run_s`."""
-        n = num_decodes
-        return np.array(
-            [self.step_s(n, n, (), n, context_sum + j * n, context_max + j) for j in range(num_steps)]
-        )
+        steps = steps_of_run(num_decodes, context_sum, context_max, num_steps)
+        return np.array([self.step_s(*step) for step in steps])
 
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         """As `StepPricer.host_s`."""
@@ -358,6 +327,16 @@ class RecordedPrices:
     def move_s(self, num_pages: int) -> float:
         """Nothing: recorded times of steps hold what was moved in them."""
         return 0.0
+
+
+def _key(step: Step) -> Key:
+    """What the record of a run says of a step, from the arguments of `step_s`."""
+    num_tokens, _, prefills, num_decodes, decode_context_sum, _ = step
+    tokens = area = 0
+    for chunk, before in prefills:
+        tokens += chunk
+        area += chunk * before + chunk * (chunk + 1) // 2
+    return num_tokens, tokens, len(prefills), num_decodes, decode_context_sum, float(area)
 
 
 def _mean(values: list[float]) -> float:

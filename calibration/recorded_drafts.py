@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from calibration.recorded import Key, RecordedPrices
-from costmodel.speculation import Prices, lookup_s
+from costmodel.prices import Prices
+from costmodel.speculation import lookup_s
 from serving.plan import StepPlan
 from sim.acceptance import Acceptance, Rates, make_acceptance, uniforms
 from sim.record import Ints, RunRecord

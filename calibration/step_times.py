@@ -21,7 +21,7 @@ from calibration.doc_tables import markdown, write_between
 from calibration.observed import Case, number, read_rows
 from calibration.runs_vllm import read_runs
 from calibration.validate import memory_of
-from costmodel.uncertainty import Prices
+from costmodel.prices import Prices
 from serving.errors import UsageError
 from serving.plan import StepPlan
 from serving.policies import Chunked

@@ -21,14 +21,14 @@ from calibration.runs_vllm import is_folder_of_runs, read_runs
 from costmodel.memory import MemoryPlan, plan_memory
 from costmodel.model import load_model
 from costmodel.pricer import StepPricer
+from costmodel.prices import Prices
 from costmodel.profile import load_profile
 from serving.errors import UsageError
 from sim.deployment import Built, Deployment, build, simulate
 from sim.latency import latencies
 from sim.record import Floats, RunRecord, Status
-from sim.replica import Pricer
 
-Repricer = Callable[[StepPricer], Pricer]
+Repricer = Callable[[StepPricer], Prices]
 """From the prices of a deployment to those the twin shall use: for experiments on the cost model."""
 
 SATURATED = "kv-saturated"

@@ -6,7 +6,7 @@ priced from the datasheet's link.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from costmodel.formats import hardware
 from costmodel.model import ModelShape
 from costmodel.predict import Kernel
 from costmodel.pricer import StepPricer
+from costmodel.prices import Step, steps_of_run
 from costmodel.profile import DeviceProfile
 from serving.errors import UsageError
 
@@ -69,17 +70,8 @@ class PipelinePricer(StepPricer):
     def num_stages(self) -> int:
         return len(self.kind_of)
 
-    def stage_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> list[float]:
+    def stage_s(self, *step: *Step) -> list[float]:
         """Device seconds of one step on each stage; arguments as those of `StepPricer.step_s`."""
-        step = (num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max)
         seconds = [kind.step_s(*step) for kind in self.kinds]
         return [seconds[kind] for kind in self.kind_of]
 
@@ -98,29 +90,14 @@ class PipelinePricer(StepPricer):
         self._transfers_s[num_tokens] = sent_s + gathered_s
         return sent_s + gathered_s
 
-    def step_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> float:
+    def step_s(self, *step: *Step) -> float:
         """Device seconds from the first stage to the last, hand-overs included."""
-        step = (num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max)
-        return sum(self.stage_s(*step)) + (self.num_stages - 1) * self.transfer_s(num_tokens)
+        return sum(self.stage_s(*step)) + (self.num_stages - 1) * self.transfer_s(step[0])
 
     def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
         """As `StepPricer.decode_run_s`, of steps one after the other."""
-        return np.array(
-            [
-                self.step_s(
-                    num_decodes, num_decodes, (), num_decodes, context_sum + j * num_decodes, context_max + j
-                )
-                for j in range(num_steps)
-            ]
-        )
+        steps = steps_of_run(num_decodes, context_sum, context_max, num_steps)
+        return np.array([self.step_s(*step) for step in steps])
 
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         """As `StepPricer.host_s`."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from costmodel.formats import gemm_format
 from costmodel.memory import MemoryPlan, weight_bytes
 from costmodel.model import ModelShape
 from costmodel.pricer import MAX_GRAPH_TOKENS
+from costmodel.prices import Prices
 
 QUERY_TILE = 64
 """Rows of a tile of queries in FlashAttention's packed-GQA decode kernels (FlashAttention 2 and 3, FlashInfer)."""
@@ -31,20 +31,6 @@ mid-2025 (its issue 20780): what one layer and an LM head per draft token and on
 LOOKUP_PER_SEQ_S = 5e-6
 LOOKUP_PER_TOKEN_S = 1e-9
 """N-gram lookup on the host: a compiled scan over each sequence's text; an estimate."""
-
-
-class Prices(Protocol):
-    """What `costmodel.pricer.StepPricer` answers."""
-
-    def step_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> float: ...
 
 
 def verification_s(

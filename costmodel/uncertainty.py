@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from costmodel.layers import elementwise_bytes
 from costmodel.model import ModelShape
 from costmodel.pipeline import PipelinePricer
 from costmodel.predict import Kernel
+from costmodel.prices import Prices, Repriced, Step
 from costmodel.profile import DeviceProfile, KernelFit
 
 Floats = npt.NDArray[np.float64]
@@ -42,30 +43,6 @@ HOST_LOG_STD = 0.25
 _TOKENS = 64.0
 """Batch at which the shares of a layer's kernels are taken."""
 _MAE_TO_STD = math.sqrt(math.pi / 2)
-
-
-class Prices(Protocol):
-    """What is perturbed: the questions that the twin asks (`costmodel.pricer.StepPricer` answers them)."""
-
-    def step_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> float:
-        """Device seconds of one step."""
-
-    def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
-        """Device seconds of consecutive decode steps."""
-
-    def host_s(self, num_seqs: int, num_tokens: int) -> float:
-        """Host seconds of a step."""
-
-    def move_s(self, num_pages: int) -> float:
-        """Seconds of copying KV pages between device and host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,24 +99,21 @@ def _normal(seed: int, index: int, key: str) -> float:
     return float(np.random.default_rng(np.random.SeedSequence((seed, index, *words))).standard_normal())
 
 
-class PerturbedPricer:
-    """Prices whose groups are scaled by `factors`; a step alone and within a run still costs the same float."""
+class PerturbedPricer(Repriced):
+    """Prices whose groups are scaled by `factors`; a step alone and within a run still costs the same float.
+
+    Page moves and a pipeline's hand-overs are figures of the datasheet and no group's.
+    """
 
     def __init__(self, base: Prices, factors: Factors) -> None:
-        self.base, self.factors = base, factors
+        super().__init__(base)
+        self.factors = factors
 
-    def step_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> float:
+    def step_s(self, *step: *Step) -> float:
         """As `StepPricer.step_s`. A group's part is what the price loses without it."""
+        num_tokens, num_sampled, prefills, num_decodes, *_ = step
         base, by = self.base.step_s, self.factors
-        total = base(num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max)
+        total = base(*step)
         linear = base(num_tokens, num_sampled, (), 0, 0, 0)
         if not prefills:
             return by.engine * (by.linear * linear + by.decode * (total - linear))
@@ -154,33 +128,20 @@ class PerturbedPricer:
         by = self.factors
         return np.asarray(by.engine * (by.linear * linear + by.decode * (total - linear)))
 
-    def stage_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> list[float]:
+    def stage_s(self, *step: *Step) -> list[float]:
         """As `PipelinePricer.stage_s`."""
         assert isinstance(self.base, PipelinePricer)
-        step = (num_tokens, num_sampled, prefills, num_decodes, decode_context_sum, decode_context_max)
         kinds = [PerturbedPricer(kind, self.factors).step_s(*step) for kind in self.base.kinds]
         return [kinds[kind] for kind in self.base.kind_of]
 
     def transfer_s(self, num_tokens: int) -> float:
-        """As `PipelinePricer.transfer_s`: a datasheet's figure, no group's."""
+        """As `PipelinePricer.transfer_s`."""
         assert isinstance(self.base, PipelinePricer)
         return self.base.transfer_s(num_tokens)
 
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         """As `StepPricer.host_s`."""
         return self.factors.host * self.base.host_s(num_seqs, num_tokens)
-
-    def move_s(self, num_pages: int) -> float:
-        """As `StepPricer.move_s`."""
-        return self.base.move_s(num_pages)
 
 
 def spread_of(

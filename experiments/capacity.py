@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from costmodel.prices import Prices
 from experiments.capacity_interval import capacity_interval
 from experiments.capacity_traffic import Closed, Traffic, head
 from experiments.capacity_trial import Promises, Trial, judge, served_s, words
@@ -21,7 +22,6 @@ from sim.fleet.build import num_replicas
 from sim.intervals import Interval
 from sim.metrics import summarise
 from sim.record import RunRecord, Status
-from sim.replica import Pricer
 from sim.saturation import Load
 from sim.verdict import Bound, what_bounds
 from sim.workload import Workload
@@ -81,7 +81,7 @@ def find_capacity(
     replications: int = 8,
     seed: int = 0,
     jobs: int | None = None,
-    pricer: Pricer | None = None,
+    pricer: Prices | None = None,
     told: Told | None = None,
 ) -> Capacity:
     """Search for the capacity of a deployment (with all its replicas).
@@ -153,7 +153,7 @@ class Search:
         traffic: Traffic,
         promises: Promises,
         full: int,
-        pricer: Pricer | None,
+        pricer: Prices | None,
         told: Told | None,
     ) -> None:
         self.built, self.traffic, self.promises = built, traffic, promises

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.prices import Step
 from costmodel.speculation import DraftPrices, closed_form_speedup
 from experiments import theme
 from serving.config import SchedulerConfig
@@ -31,15 +32,7 @@ class FlatPricer:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def step_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> float:
+    def step_s(self, *step: *Step) -> float:
         """The same for all."""
         return self.seconds
 

@@ -18,6 +18,7 @@ from costmodel.formats import kv_format
 from costmodel.memory import GIB, MemoryPlan, default_limits, plan_memory
 from costmodel.model import ModelShape, load_model
 from costmodel.pricer import StepPricer
+from costmodel.prices import Prices
 from costmodel.profile import DeviceProfile, load_profile
 from costmodel.speculation import seqs_captured
 from costmodel.stated_format import stated_format
@@ -43,7 +44,6 @@ from sim.network import Network, check_network, delivering
 from sim.noise import StepNoise
 from sim.pipeline_build import check_parallel, make_pricer
 from sim.record import RunRecord, Status
-from sim.replica import Pricer
 from sim.router import RouterOptions
 from sim.speculation import Speculation, check_speculation, plan_speculation
 from sim.workload.types import Workload
@@ -459,7 +459,7 @@ def simulate(
     fast_forward: bool = True,
     progress: Callable[[Progress], None] | None = None,
     until_s: float = float("inf"),
-    pricer: Pricer | Sequence[Pricer] | None = None,
+    pricer: Prices | Sequence[Prices] | None = None,
     noise: StepNoise | None = None,
     seed: int = 0,
     watch: Callable[[Any], None] | None = None,

@@ -10,34 +10,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from simpy.events import Event
 
+from costmodel.prices import StagedPrices
 from serving.plan import StepPlan
 from sim.record import RunRecord
 
 if TYPE_CHECKING:
     from sim.replica import Replica
-
-
-class StagedPricer(Protocol):
-    """What a step costs on each stage, in seconds; `costmodel.pipeline.PipelinePricer` is one."""
-
-    def stage_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> list[float]:
-        """Device time of one step on each stage; arguments as those of `Pricer.step_s`."""
-
-    def transfer_s(self, num_tokens: int) -> float:
-        """Time to hand a step's activations to the next stage."""
 
 
 @dataclass(slots=True)
@@ -128,7 +111,7 @@ def bubble_share(record: RunRecord) -> float | None:
 
 def _price(replica: Replica, plan: StepPlan, step: int) -> tuple[list[float], float, float]:
     """(device time on each stage, time of a transfer between two, host time) of what will be step number `step`."""
-    pricer = cast(StagedPricer, replica.pricer)
+    pricer = cast(StagedPrices, replica.pricer)
     stage_s = pricer.stage_s(
         plan.num_tokens,
         plan.num_sampled,

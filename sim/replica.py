@@ -8,12 +8,12 @@ expression, and an arrival cuts the leap at the next step boundary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Generator
 
 import numpy as np
 from simpy.events import Event
 
+from costmodel.prices import Prices
 from serving.draft_counts import DraftCounts
 from serving.draft_steps import DraftLog
 from serving.leap import leap, steady_steps
@@ -30,30 +30,6 @@ from sim.speculation import Speculation
 MAX_LEAP = 4096
 
 
-class Pricer(Protocol):
-    """What a step costs, in seconds; `costmodel.pricer.StepPricer` is the one that knows devices."""
-
-    def step_s(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        prefills: Sequence[tuple[int, int]],
-        num_decodes: int,
-        decode_context_sum: int,
-        decode_context_max: int,
-    ) -> float:
-        """Device time of one step. `prefills` are (chunk tokens, context tokens before the chunk)."""
-
-    def decode_run_s(self, num_decodes: int, context_sum: int, context_max: int, num_steps: int) -> Floats:
-        """Device times of `num_steps` decode steps in which every context grows by one token a step."""
-
-    def host_s(self, num_seqs: int, num_tokens: int) -> float:
-        """Host work that a step needs."""
-
-    def move_s(self, num_pages: int) -> float:
-        """Time to copy KV pages between device and host; asked only of deployments that swap."""
-
-
 class Replica:
     """An engine: a scheduler, a price list and a process. `finished(request, time_s)` is told of every end."""
 
@@ -62,7 +38,7 @@ class Replica:
         clock: Clock,
         index: int,
         scheduler: Scheduler,
-        pricer: Pricer,
+        pricer: Prices,
         requests: RequestLog,
         finished: Callable[[Request, float], None],
         *,

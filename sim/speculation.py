@@ -10,11 +10,11 @@ from costmodel.formats import kv_format
 from costmodel.memory import MemoryPlan
 from costmodel.model import ModelShape, load_model
 from costmodel.pricer import StepPricer
+from costmodel.prices import Prices
 from costmodel.profile import DeviceProfile
 from costmodel.speculation import (
     VERIFY_S,
     DraftPrices,
-    Prices,
     lookup_s,
     memory_with_draft,
     seqs_captured,
@@ -53,7 +53,7 @@ class Speculation:
         """The same with the calibration error of `pricer`, where it has one: drafts run on the same kernels."""
         if self.draft is None or not isinstance(pricer, PerturbedPricer):
             return self
-        inner = PerturbedPricer(self.draft.pricer, pricer.factors)  # type: ignore[arg-type]
+        inner = PerturbedPricer(self.draft.pricer, pricer.factors)
         return replace(self, draft=replace(self.draft, pricer=inner))
 
 

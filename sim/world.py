@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from simpy.events import Event
 
+from costmodel.prices import Prices
 from serving.config import SchedulerConfig
 from serving.draft_counts import total
 from serving.draft_steps import draft_steps
@@ -27,7 +28,7 @@ from sim.log import RequestLog, request_table, step_table
 from sim.network import Delivering
 from sim.noise import StepNoise
 from sim.record import Floats, RunRecord, Status
-from sim.replica import Pricer, Replica
+from sim.replica import Replica
 from sim.router import Router, RouterOptions, make_router
 from sim.speculation import Speculation
 from sim.workload.types import Workload
@@ -62,7 +63,7 @@ _PROGRESS_EVERY_S = 0.1
 def run_world(
     workload: Workload,
     config: SchedulerConfig,
-    pricer: Pricer,
+    pricer: Prices,
     *,
     make_policy: Callable[[], BatchPolicy] | None = None,
     num_replicas: int = 1,
@@ -125,7 +126,7 @@ class _World:
         self,
         workload: Workload,
         config: SchedulerConfig,
-        pricer: Pricer,
+        pricer: Prices,
         make_policy: Callable[[], BatchPolicy] | None,
         num_replicas: int,
         router: str,

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from costmodel.pricer import graph_sizes
+from costmodel.prices import Prices
 from serving.errors import UsageError
 from serving.policies import BatchPolicy
 from sim import admission, network
 from sim.fleet import spec
 from sim.fleet.plan import FleetPlan, PoolPlan
 from sim.fleet.spec import ColdStart, Pool
-from sim.replica import Pricer
 from sim.router import PrefixHash, check_router
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def fleet_plan(
     workload: Workload,
     make_policy: Callable[[str], BatchPolicy],
     *,
-    pricers: Sequence[Pricer] | None = None,
+    pricers: Sequence[Prices] | None = None,
     seed: int = 0,
 ) -> FleetPlan:
     """The fleet that a run needs. `make_policy` makes one by name; `pricers` stand in for the pools' own."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from costmodel.prices import Prices
 from serving.config import SchedulerConfig
 from serving.policies import BatchPolicy
 from serving.request import Request
 from sim.admission import Admission
 from sim.fleet.record import PoolFacts
 from sim.fleet.spec import Autoscaler, Failures, KvTransfer, Role
-from sim.replica import Pricer
 from sim.speculation import Speculation
 
 
@@ -20,7 +20,7 @@ class PoolPlan:
     """Replicas alike."""
 
     config: SchedulerConfig
-    pricer: Pricer
+    pricer: Prices
     replicas: int = 1
     name: str = "default"
     role: Role = "both"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from costmodel.prices import Prices
 from realengine.engine import Engine
 from realengine.recorder import Event
 from serving.plan import ONE_EACH, StepOutcome, StepPlan
@@ -12,7 +13,7 @@ from serving.request import Request, TokenKeys
 from serving.scheduler import Scheduler
 from sim.clock import Clock
 from sim.log import RequestLog
-from sim.replica import Pricer, Replica
+from sim.replica import Replica
 
 Decision = dict[str, Any]
 
@@ -92,7 +93,7 @@ class Twin:
                 # With nothing in flight, an asynchronous step begins when the host has launched it.
                 return row.end_s - row.start_s, max(0.0, row.start_s - planned_s[step])
 
-        unused: Pricer = None  # type: ignore[assignment]
+        unused: Prices = None  # type: ignore[assignment]
         self.replica = Recorded(
             self.clock, 0, scheduler, unused, self.log, lambda request, time_s: None, fast_forward=False
         )

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from costmodel.prices import Prices
 from serving.plan import ONE_EACH, StepOutcome, StepPlan
 from serving.request import Request
 from serving.scheduler import Scheduler
 from sim.clock import Clock
 from sim.log import RequestLog
 from sim.noise import NoiseStream
-from sim.replica import Pricer, Replica
+from sim.replica import Replica
 from sim.speculation import Speculation
 from tokentwin.server.backend import Delta, Meters, Timing
 from tokentwin.server.mailbox import Mailbox
@@ -75,7 +76,7 @@ class LiveReplica(Replica):
         clock: Clock,
         index: int,
         scheduler: Scheduler,
-        pricer: Pricer,
+        pricer: Prices,
         meters: Meters,
         answers: dict[Request, Answer],
         ended: Callable[[Answer, str], None],

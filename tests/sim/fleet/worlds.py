@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.prices import Prices
 from serving.config import SchedulerConfig
 from sim.fleet.plan import FleetPlan, PoolPlan
 from sim.fleet.record import FleetRecord
 from sim.record import RunRecord, Status
-from sim.replica import Pricer
 from sim.workload.types import Workload
 from sim.world import run_world
 from tests.sim.worlds import LinearPricer
@@ -35,7 +35,7 @@ def run_fleet(
     return record
 
 
-def pool(config: SchedulerConfig = ENGINE, pricer: Pricer | None = None, **fields: Any) -> PoolPlan:
+def pool(config: SchedulerConfig = ENGINE, pricer: Prices | None = None, **fields: Any) -> PoolPlan:
     """A pool of small engines."""
     return PoolPlan(config, pricer if pricer is not None else LinearPricer(), **fields)
 
