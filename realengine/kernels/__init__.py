@@ -7,7 +7,8 @@ runs.
 Layout shared by all: a layer's cache is `k_cache, v_cache [num_pages, page_tokens, kv_heads, head_dim]` (half that many
 bytes in the last axis for int4) and page 0 is never read, so that padding may be written there. A batch is
 `query_start int32 [B+1]`, `context_len int32 [B]` (tokens after this step), `page_table int32 [B, max_pages]` and
-`slots [T]` (page × page_tokens + offset of each new token; negative: nowhere).
+`slots [T]` (page × page_tokens + offset of each new token; negative: nowhere). Beside quantised pages there may be rings
+of recent tokens (`recent_ref`).
 """
 
 from __future__ import annotations

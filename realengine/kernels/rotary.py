@@ -1,7 +1,8 @@
 """Rotary embedding and the paged write of K and V, with Qwen3's norms and KV quantisation, in one kernel.
 
 A program takes one token and up to 8 heads, of Q or of K and V. It reads each number once and writes it once: K never
-goes back to memory between its norm, its rotation, its quantisation and its page.
+goes back to memory between its norm, its rotation, its quantisation and its page. Beside quantised pages it writes K and
+V as they are to rings of recent tokens (`recent_ref`), and K to `k_out` for the chunks that read it before a ring has it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """An engine whose steps are computed twice: by the CPU's operators, and by the kernels' on caches and rings of their own.
 
 Both follow one schedule, so that whatever it brings (cached prefixes, swapping, recomputing, forks, chunks), each step's
-logits can be compared. Pure decodes by the kernels are padded to a recorded size, as on CUDA.
+logits can be compared. By the kernels, pure decodes are padded to a recorded size and other steps arrive by one upload,
+as on CUDA.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from realengine.batch import LayerCache
-from realengine.cuda import DecodeGraphs, Recording
+from realengine.cuda import DecodeGraphs, Recording, Uploads, arrays_of
 from realengine.engine import Engine
 from realengine.inputs import StepInputs
 from realengine.kernels import Operators
@@ -59,6 +60,7 @@ class Twice(StepRunner):
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._other, sizes, 32, rerun)
             self._graphs.record()
+        self._uploads = Uploads(step.device)
         self.replayed = self.computed = self.copied = self.swapped_in = self.behind_prefixes = 0
         self.worst = 0.0
 
@@ -76,7 +78,9 @@ class Twice(StepRunner):
         found = self._graphs.replay(inputs)
         if found is None:
             self.computed += 1
-            found = self._other.model.forward(self._other.batch(inputs, put), self._other.caches)
+            sent = self._uploads.send(arrays_of(inputs))
+            batch = self._other.batch(inputs, lambda array: sent[id(array)])
+            found = self._other.model.forward(batch, self._other.caches)
         else:
             self.replayed += 1
             found = found[inputs.sample_rows]
