@@ -30,7 +30,6 @@ from serving.config import SchedulerConfig
 from serving.errors import UsageError
 from serving.policies import Chunked
 from tests.realengine.engines import CPU, running, tiny_model, tiny_source
-from tests.realengine.recent_engine import running_twice
 from tests.realengine.test_parity import TINY_CACHE, Load, assert_same_plans, record_and_replay
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
@@ -219,33 +218,6 @@ def test_text_does_not_depend_on_the_schedule_without_a_prefix_cache() -> None:
     assert texts(model, **FEW) == plain  # preempted and recomputed
     assert texts(model, async_scheduling=True, max_num_seqs=2) == plain
     assert plain != texts(tiny(0)), "the window must show"
-
-
-SHARED = [[3 * i % 59 + 1 for i in range(28)] + prompt[:9] for prompt in PROMPTS]
-SCARCE = {"num_pages": 16, "page_tokens": 8, "max_num_seqs": 5, "max_num_batched_tokens": 24}
-
-
-@pytest.mark.parametrize("kv", ["int4", "int8", "fp8"])
-@pytest.mark.parametrize(
-    ("limits", "preempts"),
-    [
-        pytest.param({}, False, id="enough memory"),
-        pytest.param(SCARCE, True, id="recomputed"),
-        pytest.param(SCARCE | {"swap_pages": 20}, True, id="swapped"),
-        pytest.param(SCARCE | {"async_scheduling": True}, True, id="asynchronous"),
-        pytest.param({"page_tokens": 8, "max_num_seqs": 3, "max_num_batched_tokens": 9}, False, id="chunked"),
-    ],
-)
-def test_the_kernels_read_what_the_cpu_reads(limits: dict[str, int], preempts: bool, kv: str) -> None:
-    """Prompts that begin alike, two answers each: cached prefixes and copies of pages come by themselves."""
-    sampling = Sampling(max_tokens=14, temperature=1.0, seed=5, n=2, ignore_eos=True)
-    with running_twice(operators("cpu"), 6, kv, **limits) as (engine, twice):
-        complete(engine, SHARED, sampling)
-    assert any(row.preemptions for row in engine.recorder.requests) == preempts
-    assert min(twice.replayed, twice.computed, twice.copied, twice.behind_prefixes) > 0
-    assert (twice.swapped_in > 0) == ("swap_pages" in limits)
-    # A number that lies between two levels may be rounded to either; a token read where it should not: 0.4 and more.
-    assert twice.worst < 5e-3
 
 
 def test_a_window_as_long_as_the_context_is_the_unquantised_engine() -> None:
