@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from calibration.microbench_steps import Composition, StepBench
 from realengine.batch import LayerCache
 from realengine.build import pages_that_fit, recent_bytes
 from realengine.complete import complete
@@ -257,6 +258,19 @@ def test_on_a_gpu_rings_come_out_of_what_pages_would_have(monkeypatch: pytest.Mo
     ]
     rings = recent_bytes(ringed, limits, torch.float32)
     assert (pages[0] - pages[1]) * page_bytes == pytest.approx(rings, abs=page_bytes)
+
+
+def test_steps_that_are_measured_have_their_rings() -> None:
+    """A step described by itself is one in the middle of service: the ring is full, and takes the new token."""
+    with running(tiny(12), start=False) as engine:
+        step = engine.runner.step  # type: ignore[attr-defined]
+        bench = StepBench(step, engine.config.page_tokens)
+        rows = step.recent.rows(bench.inputs(Composition((40, 5))))
+        bench.run(Composition((40, 5)))
+    assert rows.first.tolist() == [0, 0]
+    for cache in step.caches:
+        written = cache.recent_k.flatten(1).any(dim=1).nonzero().squeeze(1)
+        assert written.tolist() == [39 % 12, 12 + 4]
 
 
 @pytest.mark.parametrize(
