@@ -142,21 +142,38 @@ def diff(
 
 def _check(sides: tuple[Side, Side]) -> None:
     """Raise `UsageError` where some mixture of the two could not run."""
-    if all(max(side.depths) == 1 for side in sides):
-        return
-    for side in sides:
-        for pool in side.pools:
-            limits = pool.limits
-            for what, is_so in (
-                ("verified drafts", limits.num_speculative_tokens),
-                ("ran static batches", pool.policy == "static"),
-                ("copied KV to the host", limits.swap_pages or limits.host_cache_pages),
-            ):
-                if is_so:
-                    raise UsageError(
-                        f"{side.name} {what} and the other ran in a pipeline, and no pipeline does both: their parts "
-                        f"cannot be put into one world; {INSTEAD}"
-                    )
+    has = [_traits(side) for side in sides]
+    for one, other in _NEVER_TOGETHER:
+        for mine, theirs in ((0, 1), (1, 0)):
+            if one in has[mine] and other in has[theirs] and not {one, other} <= has[mine] & has[theirs]:
+                raise UsageError(
+                    f"{sides[mine].name} has {one} and {sides[theirs].name} {other}, which no run has together: their "
+                    f"parts cannot be put into one world; {INSTEAD}"
+                )
+
+
+_NEVER_TOGETHER = (
+    ("a pipeline", "drafts"),
+    ("a pipeline", "static batches"),
+    ("a pipeline", "copies of KV on the host"),
+    ("beam searches", "drafts"),
+    ("beam searches", "a fleet"),
+    ("beam searches", "streams over a network"),
+)
+
+
+def _traits(side: Side) -> set[str]:
+    limits = [pool.limits for pool in side.pools]
+    there = {
+        "a pipeline": max(side.depths) > 1,
+        "drafts": side.speculates,
+        "static batches": any(pool.policy == "static" for pool in side.pools),
+        "copies of KV on the host": any(each.swap_pages or each.host_cache_pages for each in limits),
+        "beam searches": side.workload.beam_width is not None,
+        "a fleet": side.routing.fleet is not None,
+        "streams over a network": side.ways.delivering(side.workload)[1] is not None,
+    }
+    return {name for name, is_there in there.items() if is_there}
 
 
 def _figures(record: RunRecord) -> dict[str, float]:

@@ -37,11 +37,19 @@ SELF, DEEPER = drafts("self", num_layers=4), drafts("self", num_layers=9)
 LONGER = drafts("self", num_layers=4, num_speculative_tokens=6)
 
 
-def run(seed: int, noise: float = 0.0, rate: float = 80.0, count: int = 25, **changes: Any) -> RunRecord:
+def run(
+    seed: int,
+    noise: float = 0.0,
+    rate: float = 80.0,
+    count: int = 25,
+    beam_width: int | None = None,
+    **changes: Any,
+) -> RunRecord:
     tenant = {
         "dataset": {"name": "random", "input_len": 150, "output_len": 20, "range_ratio": 0.5},
         "arrivals": {"request_rate": rate},
         "num_prompts": count,
+        "beam_width": beam_width,
     }
     spec = WorkloadSpec(tenants=(TenantSpec.model_validate(tenant),))
     built = build(Deployment.model_validate({**BASE, **changes}))
@@ -86,6 +94,8 @@ ALONE: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("recorded steps of a pipeline", "kernel", {**PIPELINE, "noise": 0.2}, {}),
     ("seats of a pipeline", "schedule", {**PIPELINE, "max_num_seqs": 2}, {}),
     ("traffic of a pipeline", "workload", {**PIPELINE, "rate": 200.0}, {}),
+    ("searches", "workload", {"beam_width": 2}, {"beam_width": 3}),
+    ("seats of searches", "schedule", {"beam_width": 2, "max_num_seqs": 4}, {}),
     ("seats and CUDA graphs", "schedule", {"max_num_seqs": 3}, {}),
 ]
 """Name, part, and two deployments: B has A's settings but for its own, or with none of its own lacks A's last one."""
@@ -249,8 +259,11 @@ def refused(make: Callable[[], object], *words: str) -> None:
 
 def test_what_cannot_be_replayed_is_refused_in_a_sentence() -> None:
     pipeline, fleet = run(1, pipeline_parallel_size=2), run(1, pools=POOLS)
-    refused(lambda: diff(run(1, speculative_config=SELF), pipeline), "A verified drafts", "pipeline")
-    refused(lambda: diff(run(1, policy="static"), pipeline), "A ran static batches")
+    refused(lambda: diff(run(1, speculative_config=SELF), pipeline), "B has a pipeline and A drafts")
+    refused(lambda: diff(pipeline, run(1, policy="static")), "A has a pipeline and B static batches")
+    searches = run(1, beam_width=2)
+    refused(lambda: diff(searches, fleet), "A has beam searches and B a fleet")
+    refused(lambda: diff(run(1, **NGRAM), searches), "B has beam searches and A drafts")
     changed = replace(pipeline, meta={**pipeline.meta, "profile_hash": "another"})
     refused(lambda: diff(run(1), changed), "B ran in a pipeline", "not at hand")
     unknown = replace(fleet, meta={**fleet.meta, "deployment": None})
