@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -10,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from realengine.answer import Output
 from realengine.beam import beam_search
+from realengine.complete import complete
 from realengine.engine import Engine
 from realengine.generation import Sampling, one_token
 from serving.beams import Beams, Hypothesis
@@ -24,7 +27,7 @@ from serving.scheduler import Scheduler
 from sim.beam import NextTokens
 from sim.record import Floats
 from sim.world import run_world
-from tests.realengine.engines import EOS, running, tiny_model
+from tests.realengine.engines import EOS, running, smollm2, tiny_model
 from tests.realengine.test_parity import Load, assert_same_plans, record_and_replay
 from tests.sim.worlds import LinearPricer, make_workload
 
@@ -208,3 +211,28 @@ def test_the_twins_own_searches_make_the_engines_plans(
     assert len(theirs) == len(ours)
     if pages < 20:
         assert any(plan["preempted"] for plan in theirs), "the cache was meant to be too small"
+
+
+def test_a_made_up_model_is_as_sure_as_smollm2() -> None:
+    """What docs/engine.md says of beams of SmolLM2, on a fraction of them: how sure it is, and how soon beams part."""
+    source, model = smollm2(torch.float32)
+    assert source.tokenizer is not None
+    texts = ("Once upon a time in a small village there lived", "Explain briefly why the sky is blue.")
+    width, steps = 4, 16
+    sure: list[float] = []
+    parents: list[int] = []
+    with running(model, num_pages=128, page_tokens=16, max_model_len=256) as engine:
+        for text in texts:
+            prompt, beams = source.tokenizer.encode(text), Beams(width, steps)
+            while not beams.over:
+                prompts = [[*prompt, *hypothesis.token_ids] for hypothesis in beams.live]
+                tops = [answer.logprobs[0].top for (answer,) in complete(engine, prompts, one_token(width))]
+                beams.grow(tops)
+                if beams.num_steps > 1:
+                    sure += [math.exp(top[0][1]) for top in tops]
+                    parents.append(len({hypothesis.parents[-1] for hypothesis in beams.live}))
+    rng = np.random.default_rng(0)
+    ours = np.exp(NextTokens().logprobs(rng, 10_000, 1)[:, 0])
+    assert np.mean(sure) == pytest.approx(ours.mean(), abs=0.12)
+    assert np.std(sure) == pytest.approx(ours.std(), abs=0.08)
+    assert np.mean(parents) == pytest.approx(3.1, abs=0.5)
