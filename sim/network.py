@@ -113,6 +113,9 @@ class Network(Way):
             raise ValueError("send_timeout_s has an effect only with buffer_kib")
         return self
 
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # `tenants` is a mapping
+
     def merged(self, way: Way) -> Way:
         """A tenant's own words over those for all."""
         own = way.model_dump(include=set(Way.model_fields), exclude_none=True)

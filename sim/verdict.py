@@ -117,6 +117,7 @@ def what_bounds(record: RunRecord, summary: Summary) -> Bound:
     of_e2el = {name: share if np.isfinite(share) else 0.0 for name, share in summary.stage_share.items()}
     shares["network"] = of_e2el["network"] + of_e2el["gateway"]
     if record.deliveries is not None:
+        shares["blocked"] = of_e2el["blocked"]
         shares["clients"] = of_e2el["blocked"] + of_e2el["reader"]
     kind = _bound_kind(shares, causes)
     evidence = _evidence(kind, shares, record, summary)
@@ -131,7 +132,7 @@ def _bound_kind(shares: dict[str, float], causes: Iterable[str]) -> str:
         return max(causes, key=lambda name: shares[name])
     if shares["network"] > 0.5:
         return "network"
-    if shares.get("clients", 0.0) > 0.5:
+    if shares.get("blocked", 0.0) >= 0.1 or shares.get("clients", 0.0) > 0.5:
         return "clients"
     if shares["busy"] < 0.5:
         return "idle"

@@ -284,5 +284,10 @@ def test_a_verdict_names_the_clients_where_they_take_most_of_the_time() -> None:
     # An answer takes 0.25 s and three reads of 0.5 s; the sixth waits for five of them.
     blocked_s, reader_s = 1.75 * 2.5, 1.75 - 1.0
     assert bound.shares["clients"] == pytest.approx((blocked_s + reader_s) / (blocked_s + 1.75))
+    # Where little is read slowly and a tenth is spent waiting for connections, they are what holds the run back.
+    few = run(workload, Network(clients=1, protocol="http/1.1", connections=5))
+    bound = what_bounds(few, summarise(few))
+    assert bound.kind == "clients"
+    assert bound.share == pytest.approx(1 / (6 + 1))
     quick = run(workload, Network(clients=1))
     assert what_bounds(quick, summarise(quick)).kind == "decode_bandwidth"

@@ -143,3 +143,12 @@ def test_a_followed_run_is_read_as_it_came(tokentwin: Command, tmp_path: Path) -
     answer = tokentwin("reading", str(folder), "--stream-interval", "4")
     assert answer.code == 2
     assert "followed over a network" in answer.err
+
+
+def test_a_sweep_over_networks(tmp_path: Path) -> None:
+    flags = {"model": "llama-3.1-8b", "gpu": "h200", "dataset_name": "random", "isl": 200, "osl": 40,
+             "num_prompts": 30, "request_rate": 30}  # fmt: skip
+    ways = [{**SLOW_APP, "tenants": {"default": {"rtt_ms": 5}}}, {"clients": 1}, None]
+    found = tt.sweep(**flags, network=ways, stream_interval=[1, 4], output_dir=tmp_path / "sweep", jobs=1)
+    assert len(found) == 6
+    assert found.failed == 0
