@@ -90,7 +90,7 @@ class Network(Way):
         if self.shared and self.clients is None:
             raise ValueError("shared has an effect only with clients")
         for name, way in self.tenants.items() if self.shared else ():
-            if own := sorted(way.model_fields_set - {"reader_tokens_per_s"}):
+            if own := [name for name in way.model_dump(exclude_none=True) if name != "reader_tokens_per_s"]:
                 raise ValueError(
                     f"tenants: {name}: {own[0]} is that of the clients, which all tenants share; set it for all"
                 )

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import tokentwin as tt
+from sim.deployment import Deployment
 from tests.tokentwin.shell import Command
 
 RUN = ("--model", "llama-3.1-8b", "--gpu", "h200", "--dataset-name", "random", "--isl", "200", "--osl", "40",
@@ -131,6 +132,20 @@ def test_compare_finds_what_a_pipeline_costs(tokentwin: Command, tmp_path: Path)
         assert found[metric]["effect"] == "gain", metric
     assert found["mean_blocked"]["variant"] == 0
     assert found["mean_queue"]["effect"] != "gain"
+
+
+def test_a_deployment_comes_back_from_the_file_of_a_run() -> None:
+    """And from what a printed configuration makes of it, where keys that are not set are left out."""
+    network = {
+        "clients": 2,
+        "shared": True,
+        "protocol": "http/1.1",
+        "tenants": {"a": {"reader_tokens_per_s": 5}},
+    }
+    d = Deployment(model="llama-3.1-8b", network=network)  # type: ignore[arg-type]
+    assert Deployment.model_validate(d.model_dump(mode="json")) == d
+    assert Deployment.model_validate(d.model_dump(mode="json", exclude_none=True)) == d
+    assert len({d, Deployment.model_validate(d.model_dump(mode="json"))}) == 1
 
 
 def test_a_followed_run_is_read_as_it_came(tokentwin: Command, tmp_path: Path) -> None:
