@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from serving.errors import UsageError
 from sim.deployment import Built
+from sim.fleet.spec import set_by_all
 from sim.workload.flags import known_flags
 from sim.workload.yaml_lines import DuplicateKey, load_yaml, yaml_problem
 from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT, SIMULATE
@@ -191,6 +192,7 @@ def config_text(
     if built is not None:
         limits = built.limits
         whole = built.deployment.model_dump(mode="json")
+        own = set_by_all(built.deployment.pools)
         if not built.pools:  # they have limits of their own
             whole |= {
                 "max_num_seqs": limits.max_num_seqs,
@@ -201,7 +203,7 @@ def config_text(
         deployment = {
             name: _without_none(value) if known[name].structured else value
             for name, value in whole.items()
-            if name in known and not (known[name].structured and not value)
+            if name in known and not (known[name].structured and not value) and name not in own
         }
         memory = f"{limits.num_pages:,} KV pages of {limits.page_tokens} tokens on each replica"
         parts.append(f"# {memory}; profile {built.profile.name} {built.profile.content_hash}")

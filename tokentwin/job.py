@@ -16,6 +16,7 @@ from sim.certainty import assess
 from sim.deployment import Built, Deployment, build
 from sim.deployment import simulate as simulate_deployment
 from sim.fleet.build import field_names, most_replicas, num_replicas
+from sim.fleet.spec import set_by_all
 from sim.hull import before_run, check_strict
 from sim.latency import DEFAULT_PERCENTILES
 from sim.metrics import summarise
@@ -139,6 +140,8 @@ def make_deployment(flags: Mapping[str, Any], base: Deployment | None = None) ->
         raise UsageError(
             "--pools: the list is empty; name a pool, such as [{gpu: h200, replicas: 2}], or leave it out"
         )
+    for name in sorted(set_by_all(made.pools) & given.keys()):
+        raise UsageError(f"{_flag_of((name,))} has no effect: every pool has its own; leave it out")
     return made
 
 

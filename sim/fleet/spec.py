@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import yaml
@@ -190,3 +191,9 @@ class Pool(_Spec):
         """The deployment's fields that this pool sets."""
         own = self.model_dump(exclude={"name", "replicas", "role", "weight", "autoscaler"}, exclude_none=True)
         return dict(own)
+
+
+def set_by_all(pools: Sequence[Pool]) -> set[str]:
+    """Settings that every pool has for itself, so that the deployment's have no effect."""
+    own = [pool.overrides().keys() for pool in pools]
+    return set(own[0]).intersection(*own) if own else set()

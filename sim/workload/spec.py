@@ -315,6 +315,10 @@ class TenantSpec(Spec):
                 raise ValueError(
                     "`sessions.think_s` has no effect on sessions of one turn; raise `sessions.turns_max`"
                 )
+            if self.sessions.think_distribution != "exponential" and not self.sessions.think_s:
+                raise ValueError(
+                    "`sessions.think_distribution` has no effect without `sessions.think_s`; set it"
+                )
             if self.arrivals.from_trace and isinstance(dataset, (AzureSpec, BurstGptSpec)):
                 raise ValueError(
                     "sessions need arrivals of their own; set `arrivals.request_rate` (a trace places single requests)"

@@ -44,6 +44,16 @@ CAPACITY = ("capacity", "--model", "llama-3.1-8b", "--dataset-name", "random", "
         (("--slo",), "--slo"),
         (("--goodput",), "--goodput"),
         (("--gpu", ""), "--gpu is empty"),
+        # Options that other ones leave without effect.
+        (
+            ("--gpu", "h100", "--pools", "[{gpu: h200}, {gpu: l40s}]"),
+            "--gpu has no effect: every pool has its own",
+        ),
+        (("--tp", "2", "--pools", "[{tensor_parallel_size: 1}]"), "--tensor-parallel-size has no effect"),
+        (
+            ("--session-turns-max", "2", "--think-distribution", "constant"),
+            "--think-distribution has no effect",
+        ),
         # The flag is named.
         (("--policy", "adaptive", "--size-classes", "x"), "--size-classes: 'x' is not"),
         (("--pools", "[1]"), "--pools[0]: must be a mapping of keys, got '1'"),
@@ -54,6 +64,21 @@ def test_simulate(tokentwin: Command, arguments: tuple[str, ...], words: str) ->
     assert answer.code == 2
     assert words in answer.error
     assert answer.out == ""
+
+
+def test_an_option_that_some_pools_take_has_an_effect_and_a_printed_file_can_be_used(
+    tokentwin: Command, tmp_path: Path
+) -> None:
+    some = tokentwin(
+        "simulate", *SMALL, "--gpu", "h100", "--pools", "[{gpu: h200}, {}]", "--replications", "1"
+    )
+    assert some.code == 0
+    printed = tokentwin("simulate", *SMALL, "--pools", "[{gpu: h200}, {gpu: l40s}]", "--print-config")
+    path = tmp_path / "again.yaml"
+    path.write_text(printed.out)
+    again = tokentwin("simulate", "--config", path, "--print-config")
+    assert again.code == 0
+    assert again.out == printed.out
 
 
 def test_an_empty_model_is_not_taken_for_the_current_folder(tokentwin: Command) -> None:
