@@ -31,7 +31,6 @@ from serving.policies import BatchPolicy
 from serving.request import Request, TokenKeys
 from serving.scheduler import Scheduler
 from serving.speculative_config import SpeculativeConfig
-from serving.swap import Move
 
 _TICKS_PER_S = 2**30
 _NO_DRAFTS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
@@ -101,7 +100,6 @@ class Engine:
         self._drafter = text_drafter(speculative, len(seqs.requests)) if speculative is not None else None
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._answers: dict[Request, Answer] = {}
-        self._swapped_out: list[Move] = []
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._next_id = 0
@@ -283,7 +281,6 @@ class Engine:
         begun_s = clock_s()
         seqs = self.scheduler.seqs
         inputs = step_inputs(plan, seqs, self.seats, self.config.page_tokens)
-        inputs.moves.swap_out[:0], self._swapped_out = self._swapped_out, []
         drawing = inputs.sample_seats
         draws = self.seats.draws(drawing if inputs.draft is None else drawing[inputs.draft.owners])
         answers = [self._answers.get(seqs.request(slot)) for slot in plan.slots.tolist()]
@@ -293,8 +290,6 @@ class Engine:
 
     def _leave(self, plan: StepPlan) -> None:
         """Requests that planning took out of the running set."""
-        if not len(plan):
-            self._swapped_out += plan.swap_out  # nothing is launched: the next step that is takes them along
         for request in plan.preempted:
             self.recorder.preempted(request)
         for request in plan.truncated:
