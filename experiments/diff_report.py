@@ -82,12 +82,16 @@ def _parts_table(splits: Sequence[Split], parts: Sequence[str]) -> list[str]:
 
 def sentences(found: RunDiff) -> list[str]:
     """What the table cannot say."""
-    out = [
-        f"{label(split.metric)}: {cells(split, [split.unexplained], signed=True)[0]} unexplained; replaying "
-        "each run with its own parts misses this much"
+    missed = [
+        f"{label(split.metric)} {cells(split, [split.unexplained], signed=True)[0]}"
         for split in found.splits
         if split.unexplained
     ]
+    out = []
+    if missed:
+        out.append(
+            f"Unexplained, because replays of the two runs with their own parts miss it: {', '.join(missed)}."
+        )
     first = found.first_difference
     if first is None:
         out.append(f"All {found.num_steps[0]:,} steps compute the same.")

@@ -38,7 +38,7 @@ def test_what_a_pipeline_changes_is_told_apart(tokentwin: Command, tmp_path: Pat
     parts = json.loads((tmp_path / "diff.json").read_text())["metrics"]["mean_tpot"]["parts"]
     assert parts["transfer"] > 0
     assert parts["pipeline"] > 0
-    assert "unexplained" not in answer.out
+    assert "unexplained" not in answer.out.lower()
 
 
 def test_plain_runs_say_nothing_of_pipelines(tokentwin: Command, tmp_path: Path) -> None:
