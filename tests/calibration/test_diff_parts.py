@@ -154,9 +154,39 @@ def test_a_run_differs_from_itself_by_exactly_nothing(changes: Any) -> None:
         assert not any((split.difference, split.unexplained, *split.parts.values())), split
 
 
-@pytest.mark.parametrize("changes", [c for c in DEPLOYMENTS if "noise" not in c], ids=str)
+SCALING = {
+    "autoscaler": {"outstanding": 3, "max_replicas": 4, "interval_s": 0.05},
+    "cold_start": {"seconds": 0.05},
+}
+TIGHT = {"num_gpu_blocks_override": 60, "max_model_len": 300}
+OTHERS: list[dict[str, Any]] = [
+    SCALING,
+    {**SCALING, "pools": POOLS, "router": "power_of_two"},
+    {"data_parallel_size": 3, "failures": {"mtbf_s": 0.2, "mttr_s": 0.05}, "cold_start": {"seconds": 0.02}},
+    {"admission": {"token_bucket": {"rate": 40, "burst": 3}}},
+    {"response_cache": "memory"},
+    {"data_parallel_size": 2, "router": "prefix_hash"},
+    {"preemption_mode": "swap", **TIGHT},
+    {"preemption_mode": "auto", **TIGHT},
+    {"kv_offloading_size": 1.0, **TIGHT},
+    {"policy": "static"},
+    {"policy": "adaptive", "prefill_share": 0.3},
+    {"step_jitter": 0.1, "stall_rate": 0.1, "stall_ms": 3},
+    {"kv_cache_dtype": "fp8", "kv_cache_recent_tokens": 64},
+    {"model": "mixtral-8x7b", "gpu": "h100", "tensor_parallel_size": 4, "enable_expert_parallel": True},
+    {"speculative_config": drafts(acceptance={"rates": [0.8, 0.5, 0.3], "draft_rate": 0.4})},
+    {
+        "speculative_config": drafts("draft_model", model="qwen3-0.6b", disable_by_batch_size=4),
+        "model": "qwen3-8b",
+    },
+    {"pools": APART, "speculative_config": SELF},
+    {"pools": [{"role": "prefill"}, {"role": "decode", "pipeline_parallel_size": 2}]},
+]
+
+
+@pytest.mark.parametrize("changes", [*(c for c in DEPLOYMENTS if "noise" not in c), *OTHERS], ids=str)
 def test_a_run_of_the_twin_is_made_again_to_the_bit(changes: Any) -> None:
-    assert Side.of(run(5, **changes), "A").made_again is not None
+    assert Side.of(run(5, rate=150.0, **changes), "A").made_again is not None
 
 
 def part_of(found: RunDiff, metric: str) -> Split:
