@@ -45,10 +45,10 @@ def arrivals_of(workload: Workload, vocab_size: int, seed: int = 0) -> list[Arri
 
     Raises `UsageError` for beam searches, which its clients do not know.
     """
-    if workload.beam_width is not None:
+    if workload.beam_width is not None or workload.best_of is not None:
         raise UsageError(
-            "validate --live serves no beam searches; leave out --beam-width, or compare tokentwin run and simulate by "
-            "tokentwin diff"
+            "validate --live serves neither beam searches nor best-of; leave out beam_width and best_of, or compare "
+            "tokentwin run and simulate by tokentwin diff"
         )
     rng = np.random.default_rng(seed)
     streams: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}

@@ -74,10 +74,10 @@ def workload_of(record: RunRecord) -> tuple[Workload, list[str]]:
             made = None
         if made is not None and _same_requests(made, record):
             return made, []
-    if record.beams is not None:
+    if record.beams is not None or record.candidates is not None:
         raise UsageError(
-            "a run with beam searches cannot be replayed without its workload (a file moved, or times were scaled): the "
-            "request table does not say how wide they were"
+            "a run with beam searches or best-of cannot be replayed without its workload (a file moved, or times were "
+            "scaled): the request table does not say how wide or how many they were"
         )
     done = (r.status == Status.FINISHED) & (r.reason == "stop")
     limit = meta_value(record, "max_concurrency")

@@ -1,10 +1,10 @@
-"""Beam searches in a run's files and tables: what they took, beside what was shown of them."""
+"""Beam searches and best-of in a run's files and tables: what they took, beside what was shown of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from serving.beams import BeamCounts
+from serving.beams import BeamCounts, CandidateCounts
 
 
 def beam_json(beams: BeamCounts | None) -> dict[str, Any]:
@@ -33,4 +33,26 @@ def beam_rows(beams: BeamCounts) -> list[tuple[str, str, str]]:
             f"{beams.hit_rate * 100:.2f}",
             "of hypotheses, prompt too",
         ),
+    ]
+
+
+def candidate_json(candidates: CandidateCounts | None) -> dict[str, Any]:
+    """Keys of the result JSON; none without best-of."""
+    if candidates is None:
+        return {}
+    return {
+        "best_of_requests": candidates.requests,
+        "best_of_answers": candidates.answers,
+        "best_of_generated_tokens": candidates.generated_tokens,
+        "best_of_shown_tokens": candidates.shown_tokens,
+    }
+
+
+def candidate_rows(candidates: CandidateCounts) -> list[tuple[str, str, str]]:
+    """Name, value and formula of each row of the console table."""
+    return [
+        ("Requests:", str(candidates.requests), "shown at their end: TPOT 0"),
+        ("Answers sampled:", str(candidates.answers), "one of each is shown"),
+        ("Tokens generated:", str(candidates.generated_tokens), "of all those answers"),
+        ("Tokens shown:", str(candidates.shown_tokens), ""),
     ]

@@ -281,4 +281,5 @@ def head(workload: Workload, count: int) -> Workload:
         after=workload.after[:count],
         think_s=workload.think_s[:count],
         beam_width=None if workload.beam_width is None else workload.beam_width[:count],
+        best_of=None if workload.best_of is None else workload.best_of[:count],
     )

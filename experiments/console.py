@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from experiments.beams import beam_rows
+from experiments.beams import beam_rows, candidate_rows
 from experiments.certainty import bracket, certainty_lines, doubts
 from experiments.drafts import draft_rows
 from experiments.fleet_report import fleet_lines
@@ -135,6 +135,8 @@ def sections(
         out.append(("Speculative Decoding", draft_rows(record.drafts)))
     if record.beams is not None:
         out.append(("Beam Search", beam_rows(record.beams)))
+    if record.candidates is not None:
+        out.append(("Best Of", candidate_rows(record.candidates)))
     return out
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import report_figures as figures
-from experiments.beams import beam_rows
+from experiments.beams import beam_rows, candidate_rows
 from experiments.certainty import THIN_MARK, certainty_lines, doubts, headline_rows
 from experiments.drafts import draft_rows
 from experiments.fleet_report import fleet_rows, replicas_over_time
@@ -287,6 +287,8 @@ def _engine_table(record: RunRecord, s: Summary) -> str:
         rows += [[name.rstrip(":"), value, note] for name, value, note in draft_rows(record.drafts)]
     if record.beams is not None:
         rows += [[name.rstrip(":"), value, note] for name, value, note in beam_rows(record.beams)]
+    if record.candidates is not None:
+        rows += [[name.rstrip(":"), value, note] for name, value, note in candidate_rows(record.candidates)]
     return table_section("Stages and engine", ["", "", ""], rows)
 
 

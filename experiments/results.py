@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.beams import beam_json
+from experiments.beams import beam_json, candidate_json
 from experiments.certainty import certainty_json, interval_keys
 from experiments.drafts import draft_json
 from experiments.fleet_report import fleet_json
@@ -125,7 +125,7 @@ def result_json(
     }
     for name in metrics:
         body |= _stats_ms(name, getattr(summary, name))
-    body |= draft_json(record.drafts) | beam_json(record.beams)
+    body |= draft_json(record.drafts) | beam_json(record.beams) | candidate_json(record.candidates)
     ours = _ours(record, summary, verdict)
     if certainty is not None:
         ours |= {**interval_keys(certainty, metrics), **certainty_json(certainty)}
@@ -237,6 +237,7 @@ def run_json(record: RunRecord, summary: Summary) -> dict[str, Any]:
         "warnings": list(record.warnings),
         **({} if record.drafts is None else {"drafts": asdict(record.drafts)}),
         **({} if record.beams is None else {"beams": asdict(record.beams)}),
+        **({} if record.candidates is None else {"candidates": asdict(record.candidates)}),
         **({} if record.fleet is None else {"fleet": record.fleet.json()}),
     }
 

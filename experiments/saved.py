@@ -18,7 +18,7 @@ import numpy as np
 from experiments.report import write_report
 from experiments.report_figures import Roofline, step_roofline
 from experiments.results import CERTAINTY, EVENTS, FLEET_COLUMNS, STEPS, TOKENS, load_run
-from serving.beams import BeamCounts
+from serving.beams import BeamCounts, CandidateCounts
 from serving.draft_counts import DraftCounts
 from serving.draft_steps import NAMES as DRAFT_COLUMNS
 from serving.draft_steps import DraftSteps
@@ -44,7 +44,7 @@ from sim.verdict import Verdict, verdict
 
 REPORT = "report.html"
 _FLOATS = {"start_s", "end_s", "gpu_s", "host_s", "prefill_attention_area"}
-_NOT_META = {"drafts", "beams", "fleet", "capacity", "partial", "end_s", "tenants", "warnings"}
+_NOT_META = {"drafts", "beams", "candidates", "fleet", "capacity", "partial", "end_s", "tenants", "warnings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,7 @@ def load_record(folder: str | Path) -> RunRecord:
         drafts=DraftCounts(**run["drafts"]) if run.get("drafts") else None,
         draft_steps=drafting,
         beams=BeamCounts(**run["beams"]) if run.get("beams") else None,
+        candidates=CandidateCounts(**run["candidates"]) if run.get("candidates") else None,
         deliveries=deliveries,
         fleet=fleet,
         **sizes,

@@ -111,6 +111,19 @@ class BeamCounts:
         return self.cached_tokens / asked if asked else 0.0
 
 
+@dataclass(slots=True)
+class CandidateCounts:
+    """What best-of took in a run."""
+
+    requests: int = 0
+    """Of which an answer was shown."""
+    answers: int = 0
+    """That were sampled to their end."""
+    generated_tokens: int = 0
+    """Of all those answers."""
+    shown_tokens: int = 0
+
+
 def mean_logprob(logprobs: Sequence[float]) -> float:
     """What best-of ranks answers by."""
     return sum(logprobs) / max(len(logprobs), 1)

@@ -124,7 +124,7 @@ class BeamSearches:
         self._next_key = -1
         self._renamed: dict[int, int] = {}
         log.speculates = True  # the last step of a search gives all of its tokens
-        log.unstreamed = np.flatnonzero(workload.beam_width > 0).tolist()
+        log.unstreamed = [*log.unstreamed, *np.flatnonzero(workload.beam_width > 0).tolist()]
 
     def __contains__(self, request: Request) -> bool:
         return request.id in self._by_row
@@ -223,10 +223,9 @@ class BeamSearches:
             self._log.preemptions[guest] = 0
 
     def settle(self) -> None:
-        """The run is over: only the workload's own requests stay in the log."""
+        """The run is over."""
         for guest in self._owner:
             self._settle(guest)
-        self._log.drop_guests()
 
     def _grow(self, search: _Search) -> None:
         beams, count = search.beams, 2 * search.beams.width

@@ -153,6 +153,8 @@ class RequestLog:
 
     def drop_guests(self) -> None:
         """Only the workload's own requests are left."""
+        if len(self.status) == self.count:
+            return
         for name in ("sent_s", "queued_s", "scheduled_s", "prefill_done_s", "engine_done_s"):
             del getattr(self, name)[self.count :]
         for name in ("output_tokens", "cached_tokens", "preemptions", "replica", "status", "reason"):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serving.beams import BeamCounts
+from serving.beams import BeamCounts, CandidateCounts
 from serving.draft_counts import DraftCounts
 from serving.draft_steps import DraftSteps
 from sim.fleet.record import FleetRecord
@@ -206,6 +206,8 @@ class RunRecord:
     """What drafts add to the work of each step; None without speculative decoding, or where it was not kept."""
     beams: BeamCounts | None = None
     """What beam searches took; None without any."""
+    candidates: CandidateCounts | None = None
+    """What best-of took; None where no request asks for it."""
     meta: dict[str, Any] = field(default_factory=dict)
     deliveries: Deliveries | None = None
     """Of a run that follows streams over a network; otherwise a token is there a fixed lag after its step."""

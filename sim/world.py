@@ -20,6 +20,7 @@ from serving.policies import BatchPolicy
 from serving.request import Request
 from serving.scheduler import Scheduler
 from sim.beam import BeamSearches, check_beams
+from sim.best_of import Candidates, check_best_of
 from sim.clients import TOO_SLOW, Clients
 from sim.clock import Clock
 from sim.fleet.fleet import Fleet
@@ -89,6 +90,7 @@ def run_world(
     a request that repeats one already answered is answered at once, without an engine. `delivering` follows the streams
     to their clients; the round trips are then its own.
     """
+    check_best_of(workload, fleet=fleet is not None, followed=delivering is not None)
     check_beams(
         workload, fleet=fleet is not None, followed=delivering is not None, drafts=speculation is not None
     )
@@ -222,7 +224,12 @@ class _World:
         self.beams: BeamSearches | None = None
         if workload.beam_width is not None:
             assert isinstance(self.router, Router)
-            self.beams = BeamSearches(self.clock, self.log, workload, config, self.router, self._searched)
+            self.beams = BeamSearches(self.clock, self.log, workload, config, self.router, self._shown_whole)
+        self.candidates: Candidates | None = None
+        if workload.best_of is not None:
+            assert isinstance(self.router, Router)
+            size = config.page_tokens
+            self.candidates = Candidates(self.log, workload, size, self.router, self._shown_whole)
         self.repeats: list[int] | None = None
         """Of each request the first that is the very same, where there is a cache of answers."""
         self._answered: set[int] = set()
@@ -276,6 +283,8 @@ class _World:
         submit = self.router.submit
         if self.beams is not None and self.beams.width[row]:
             submit = self.beams.begin
+        elif self.candidates is not None and self.candidates.count[row] > 1:
+            submit = self.candidates.begin
         if not submit(self._request(row)):
             self._ended(row, now_s + self._way_out_s[row])
 
@@ -321,9 +330,12 @@ class _World:
         if self.beams is not None and request in self.beams:
             self.beams.stepped(request, now_s)
             return
+        if self.candidates is not None and request in self.candidates:
+            self.candidates.finished(request, now_s)
+            return
         self._ended(request.id, now_s + self._way_out_s[request.id])
 
-    def _searched(self, row: int) -> None:
+    def _shown_whole(self, row: int) -> None:
         self._ended(row, self.clock.now + self._way_out_s[row])
 
     def _ended(self, row: int, client_s: float) -> None:
@@ -400,8 +412,11 @@ class _World:
             replica.settle()
         if self.net is not None:
             self.net.finish()
+        if self.candidates is not None:
+            self.candidates.settle()
         if self.beams is not None:
             self.beams.settle()
+        log.drop_guests()
         steps = step_table([replica.steps for replica in self.replicas])
         logs = [replica.steps for replica in self.replicas]
         last_token_s = np.full(len(workload), np.nan)
@@ -449,6 +464,7 @@ class _World:
             drafts=total(replica.drafts for replica in self.replicas),
             draft_steps=draft_steps([r.draft_log for r in self.replicas], [len(log) for log in logs]),
             beams=None if self.beams is None else self.beams.counts,
+            candidates=None if self.candidates is None else self.candidates.counts,
             deliveries=deliveries,
             fleet=None if self.fleet is None else self.fleet.record(rows),
         )

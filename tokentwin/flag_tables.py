@@ -69,6 +69,7 @@ TRAFFIC = _rows(
     ("think_distribution", Literal["exponential", "constant"], "How think times are spread.", (), "exponential"),
     ("rtt_ms", float, "Network round trip between clients and server.", (), "0"),
     ("priority", int, "Priority of the requests; lower is served first (--scheduling-policy priority).", (), "0"),
+    ("best_of", int, "Answers sampled to each request; one is shown, when all have ended.", (), "1"),
     ("beam_width", int, "Each request is a beam search of so many hypotheses; nothing of it is shown before its end."),
 ) + _rows(
     "Arrivals",

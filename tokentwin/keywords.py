@@ -81,6 +81,7 @@ class SharedFlags(TypedDict, total=False):
     think_distribution: Literal["exponential", "constant"] | None
     rtt_ms: float | None
     priority: int | None
+    best_of: int | None
     beam_width: int | None
     request_rate: float | None
     burstiness: float | None
@@ -326,6 +327,7 @@ class SweepFlags(TypedDict, total=False):
     )
     rtt_ms: float | Sequence[float | None] | None
     priority: int | Sequence[int | None] | None
+    best_of: int | Sequence[int | None] | None
     beam_width: int | Sequence[int | None] | None
     request_rate: float | Sequence[float | None] | None
     burstiness: float | Sequence[float | None] | None

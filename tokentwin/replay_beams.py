@@ -23,7 +23,11 @@ Later = Callable[[Callable[[], None]], None]
 
 
 def check_widths(workload: Workload) -> None:
-    """Raise `UsageError` for beams that are wider than the engine's log-probabilities."""
+    """Raise `UsageError` for beams that are wider than the engine's log-probabilities, and for best-of."""
+    if workload.best_of is not None:
+        raise UsageError(
+            "best-of (--best-of) is simulated and served, but run's clients do not ask for it; leave it out"
+        )
     if workload.beam_width is not None and (widest := int(workload.beam_width.max())) > MAX_BEAM_WIDTH:
         raise UsageError(f"a beam width of {widest}; the engine searches with {MAX_BEAM_WIDTH} at most")
 

@@ -92,6 +92,7 @@ TENANT_FLAGS: dict[str, str] = {
     "rtt_ms": "rtt_ms",
     "priority": "priority",
     "beam_width": "beam_width",
+    "best_of": "best_of",
 }
 OTHER_FLAGS: tuple[str, ...] = ("dataset_name", "dataset_path", "max_concurrency", "shared_prefix_len")
 FILE_FLAGS: tuple[str, ...] = (

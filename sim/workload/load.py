@@ -117,7 +117,14 @@ def _merge(spec: WorkloadSpec, seed: int, parts: list[Turns], loaded: list[Tenan
         warnings=tuple(warnings),
         meta=_meta(spec, seed, loaded),
         beam_width=_beam_width(spec, parts, order),
+        best_of=_best_of(spec, tenant),
     )
+
+
+def _best_of(spec: WorkloadSpec, tenant: Ints) -> Ints | None:
+    """Answers sampled to each request; None where one is enough for all."""
+    several = np.array([each.best_of for each in spec.tenants], dtype=np.int64)[tenant]
+    return several if (several > 1).any() else None
 
 
 def _beam_width(spec: WorkloadSpec, parts: list[Turns], order: Ints) -> Ints | None:

@@ -290,6 +290,8 @@ class TenantSpec(Spec):
     """Share of the engine that it is owed relative to others under `--scheduling-policy fair`."""
     beam_width: Annotated[int, Field(ge=1, le=MAX_BEAM_WIDTH)] | None = None
     """Each request is a beam search of so many hypotheses, whose best is the answer; None is no search."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_BEAM_WIDTH)] = 1
+    """So many answers are sampled to each request, and the likeliest is shown when all have ended."""
 
     @property
     def turns(self) -> SessionSpec | None:

@@ -53,6 +53,8 @@ class Workload:
     """JSON values: dataset, file, sha256, request_rate, burstiness, …"""
     beam_width: Ints | None = None
     """Hypotheses of each request's beam search, 0 where it asks for none; None where no request does."""
+    best_of: Ints | None = None
+    """Answers that are sampled to each request, of which one is shown; None where no request asks for several."""
 
     def __len__(self) -> int:
         return len(self.sent_s)
@@ -85,8 +87,8 @@ class Workload:
                 continue
             needed = int(np.searchsorted(ends, prompt)) + 1
             streams = tuple(self.segment_streams[lo : lo + needed].tolist())
-            width = 0 if self.beam_width is None else int(self.beam_width[row])
-            key = (prompt, int(self.output_tokens[row]), width, tuple(ends[: needed - 1].tolist()), streams)
+            more = tuple(0 if c is None else int(c[row]) for c in (self.beam_width, self.best_of))
+            key = (prompt, int(self.output_tokens[row]), more, tuple(ends[: needed - 1].tolist()), streams)
             out[row] = first.setdefault(key, row)
         return out
 

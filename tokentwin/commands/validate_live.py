@@ -29,7 +29,7 @@ LIVE = (
 WORKLOAD = tuple(
     flag
     for flag in TRAFFIC
-    if flag.name not in ("request_rate", "max_concurrency", "input_len", "beam_width")
+    if flag.name not in ("request_rate", "max_concurrency", "input_len", "beam_width", "best_of")
 )
 _LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
 _ENGINE = ("model", "dtype", *_LIMITS, "enforce_eager", "quantization", "kv_cache_dtype")
