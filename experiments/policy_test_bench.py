@@ -232,7 +232,7 @@ class _Timed(BatchPolicy):
         started_s = time.perf_counter()
         self.inner.schedule(step)
         self.taken_s.append(time.perf_counter() - started_s)
-        self.admitting.append(bool(step._admitted))
+        self.admitting.append(bool(step.admitted))
 
     def padding(self, scheduler: Any) -> int:
         return self.inner.padding(scheduler)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from serving.plan import Admission, Chunk, Counts, Slots, StepPlan
+from serving.plan import Admission, Counts, Slots, StepPlan
 from serving.request import Request, State
 from serving.start import find_start
+from serving.step_plan import make_plan
 
 if TYPE_CHECKING:
     from serving.scheduler import Scheduler
@@ -42,9 +43,11 @@ class Step:
         self._new: Counts | None = None
         self._context: Counts | None = None
         self._rows: dict[int, int] = {}
-        self._drafts: dict[int, int] = {}
-        self._admitted: list[Admission] = []
-        self._copies: list[tuple[int, int]] = []
+        self.drafts: dict[int, int] = {}
+        """Draft tokens to verify by slot."""
+        self.admitted: list[Admission] = []
+        self.copies: list[tuple[int, int]] = []
+        """(source, target) pages of forks."""
         self._num_tokens = 0
         self._input_budget = self.config.max_num_batched_tokens
         self._draft_slots = self.config.draft_slots
@@ -129,7 +132,7 @@ class Step:
         slot = request.slot
         self._split_vector_rows()
         scheduled = self._rows.pop(slot, 0)
-        self._drafts.pop(slot, None)
+        self.drafts.pop(slot, None)
         if scheduled:
             self._num_tokens -= scheduled
             self.token_budget += scheduled
@@ -282,7 +285,7 @@ class Step:
         drafts = count + computed - int(seqs.target[slot])
         if seqs.drafts[slot]:
             if drafts > 0:
-                self._drafts[slot] = drafts
+                self.drafts[slot] = drafts
             seqs.drafts[slot] = 0
         return True
 
@@ -332,7 +335,7 @@ class Step:
             config.num_speculative_tokens
             and count == 1
             and not self._prefill_in_batch
-            and (len(self._rows) > len(self._admitted) or self._slots is not None or cached)
+            and (len(self._rows) > len(self.admitted) or self._slots is not None or cached)
             and cached + 2 + config.num_speculative_tokens <= config.max_model_len
         ):
             # Keeps the batch uniform for the decode graph: placeholder drafts that are never accepted.
@@ -363,7 +366,7 @@ class Step:
             scheduler.tier.load(start.host, seqs.tables[slot, len(hit) : len(hit) + len(start.host)])
         seqs.computed[slot] = cached
         if start.copied_page:
-            self._copies.append((start.copied_page, int(seqs.tables[slot, len(hit)])))
+            self.copies.append((start.copied_page, int(seqs.tables[slot, len(hit)])))
         if start.swapped:
             scheduler.swap.move_in(request, seqs.pages_of(slot))
         request.sibling = None
@@ -377,10 +380,10 @@ class Step:
         if not start.swapped:
             scheduler.prefix_queries_tokens += request.num_tokens
             scheduler.prefix_hit_tokens += cached
-        self._admitted.append(Admission(request, cached, resumed))
+        self.admitted.append(Admission(request, cached, resumed))
         self._rows[slot] = count
         if padded:
-            self._drafts[slot] = config.num_speculative_tokens
+            self.drafts[slot] = config.num_speculative_tokens
         self._num_tokens += count
         self.token_budget -= count
         self._input_budget -= count + self._draft_slots
@@ -390,7 +393,7 @@ class Step:
 
     def _charge_prompt(self) -> None:
         """Under fair sharing, put the prompt just admitted on its tenant's account, once it has left the queue."""
-        if (fair := self.scheduler.fair) is not None and not (last := self._admitted[-1]).resumed:
+        if (fair := self.scheduler.fair) is not None and not (last := self.admitted[-1]).resumed:
             fair.charge(last.request.tenant, last.request.prompt_tokens - last.cached_tokens, 0)
 
     def _long_prefill_threshold(self) -> int:
@@ -428,90 +431,4 @@ class Step:
             if not (self.preempted or self.truncated):
                 return None
             slots, new, context = np.empty(0, np.intp), np.empty(0, np.int64), np.empty(0, np.int64)
-        end = context + new
-        seqs.computed[slots] = end
-        plan = StepPlan(
-            index=self.scheduler.num_planned,
-            slots=slots,
-            num_new=new,
-            context=context,
-            chunks=[],
-            num_decodes=len(slots),
-            decode_context_sum=0,
-            decode_context_max=0,
-            num_tokens=self._num_tokens,
-            admitted=self._admitted,
-            preempted=self.preempted,
-            truncated=self.truncated,
-            starved=self._starved(slots) if len(slots) < len(seqs.order) else [],
-            num_running=len(seqs.order),
-            num_waiting=len(self.scheduler.waiting),
-            used_pages=self.scheduler.used_pages,
-            num_padding=self.scheduler.policy.padding(self.scheduler),
-            copies=self._copies,
-        )
-        # Nobody executes a step without rows: what it moves goes with the next one.
-        if self.config.swap_pages and len(slots):
-            plan.swap_out, plan.swap_in = self.scheduler.swap.take_moves()
-        if self.scheduler.tier is not None and len(slots):
-            out, into = self.scheduler.tier.take_moves()
-            plan.swap_out += out
-            plan.swap_in += into
-        seqs.ends_in -= 1
-        if seqs.num_prefilling:
-            decodes = self._split_chunks(plan, end)
-            if len(decodes):
-                plan.decode_context_sum, plan.decode_context_max = int(decodes.sum()), int(decodes.max())
-        elif len(slots):
-            plan.decode_context_sum, plan.decode_context_max = seqs.context_totals(slots, end)
-        if self._drafts:
-            drafts = self._drafts
-            plan.drafts = np.fromiter((drafts.get(slot, 0) for slot in slots.tolist()), np.int64, len(slots))
-        if self.config.num_speculative_tokens:
-            plan.num_to_draft = self.scheduler.draft_lengths.after(slots, len(seqs.order))
-            if plan.samples is not None:
-                plan.num_to_draft[~plan.samples] = 0
-        if self.config.async_scheduling:
-            sampled = slots if plan.samples is None else slots[plan.samples]
-            seqs.target[sampled] += 1
-            if plan.drafts is not None:
-                seqs.target[slots] += plan.drafts
-            if plan.num_to_draft is not None:
-                # The drafts of the next step are not known yet; placeholders stand for them.
-                made = plan.num_to_draft if plan.samples is None else plan.num_to_draft[plan.samples]
-                seqs.drafts[sampled] = made
-        return plan
-
-    def _starved(self, slots: Slots) -> list[int]:
-        """Decoding sequences that are not among the scheduled `slots` although they have tokens to come.
-
-        With a pipeline none is: those left out are in another step.
-        """
-        seqs = self.seqs
-        if self.config.pipelined:
-            return []
-        left_out = seqs.order_array()
-        left_out = left_out[~(np.isin(left_out, slots) | seqs.prefilling[left_out])]
-        in_flight = seqs.target[left_out] - seqs.known[left_out]
-        ends = (in_flight > 0) & (seqs.computed[left_out] + 2 - in_flight >= seqs.finish[left_out])
-        return list(left_out[~ends].tolist())
-
-    def _split_chunks(self, plan: StepPlan, end: Counts) -> Counts:
-        """Set the plan's prompt chunks and which rows sample; returns the context ends of the decodes."""
-        seqs, slots = self.seqs, plan.slots
-        is_chunk = seqs.prefilling[slots]
-        unfinished = False
-        for row in np.flatnonzero(is_chunk).tolist():
-            slot = int(slots[row])
-            last = bool(end[row] >= seqs.target[slot])
-            plan.chunks.append(
-                Chunk(seqs.request(slot), int(plan.num_new[row]), int(plan.context[row]), last)
-            )
-            if last:
-                seqs.end_prefill(slot)
-            else:
-                unfinished = True
-        plan.num_decodes = len(slots) - len(plan.chunks)
-        if unfinished:
-            plan.samples = end >= seqs.target[slots]
-        return end[~is_chunk]
+        return make_plan(self, slots, new, context)
