@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from realengine.answer import Listener, Output
 from realengine.engine import Engine
 from realengine.generation import Sampling
 from realengine.recorder import Recorder
-from serving.beams import BeamCounts
+from serving.beams import BeamCounts, CandidateCounts
 from serving.draft_counts import DraftCounts
 from serving.draft_steps import DraftSteps, draft_steps
 from serving.errors import TokenTwinError, UsageError
@@ -32,7 +33,7 @@ from sim.record import Ints, RequestTable, RunRecord, Status, StepTable, TokenRa
 from sim.verdict import Verdict
 from sim.workload import Workload
 from sim.world import Progress
-from tokentwin.replay_beams import Search, check_widths, fold
+from tokentwin.replay_beams import BestOf, Search, check_widths, fold
 from tokentwin.run import REPORT, TRACE
 
 LATE_S = 0.05
@@ -126,8 +127,9 @@ class _Clients:
         self._standing: deque[int] = deque()
         self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.beams: BeamCounts | None = None if workload.beam_width is None else BeamCounts()
-        self.searched: set[int] = set()
-        """Rows whose beam search came to its end."""
+        self.candidates: CandidateCounts | None = None if workload.best_of is None else CandidateCounts()
+        self.shown: dict[int, int] = {}
+        """Tokens of the answers that are shown whole, by row."""
 
     def now_s(self) -> float:
         """Seconds since the run began."""
@@ -190,6 +192,9 @@ class _Clients:
         if w.beam_width is not None and (width := int(w.beam_width[row])):
             self._search(row, prompt, width, length, how)
             return
+        if w.best_of is not None and (count := int(w.best_of[row])) > 1:
+            self._sample(row, prompt, count, length, how)
+            return
         listener = self._listener(row)
         self.rows.append(row)
         self._engine.add(prompt, _sampling(length), listener, **how)
@@ -200,12 +205,20 @@ class _Clients:
         def sent() -> None:
             self.rows.append(row)
 
-        def done(tokens: list[int]) -> None:
-            if tokens:
-                self.searched.add(row)
-            self._done(row, tokens if self._prompts.goes_on(row) else [])
-
+        done = partial(self._whole, row)
         Search(self._engine, prompt, width, length, self.beams, how, self._ended.put, sent, done)
+
+    def _sample(self, row: int, prompt: list[int], count: int, length: int, how: dict[str, Any]) -> None:
+        assert self.candidates is not None
+        listener = BestOf(count, self.candidates, self._ended.put, partial(self._whole, row))
+        self.rows += [row] * count
+        self._engine.add(prompt, BestOf.sampling(count, length, row), listener, **how)
+
+    def _whole(self, row: int, tokens: list[int]) -> None:
+        """An answer that is shown whole has ended; without tokens when it could not be made."""
+        if tokens:
+            self.shown[row] = len(tokens)
+        self._done(row, tokens if self._prompts.goes_on(row) else [])
 
     def _listener(self, row: int) -> Listener:
         keeps, tokens = self._prompts.goes_on(row), list[int]()
@@ -279,9 +292,11 @@ def replay(
     finally:
         engine.stop()
     record = _record(engine, workload, clients.rows, before, origin_s)
-    if clients.beams is not None:
-        table, tokens = fold(record.requests, record.tokens, workload, clients.searched)
-        record = replace(record, requests=table, tokens=tokens, beams=clients.beams)
+    if clients.beams is not None or clients.candidates is not None:
+        table, tokens = fold(record.requests, record.tokens, workload, clients.shown)
+        record = replace(
+            record, requests=table, tokens=tokens, beams=clients.beams, candidates=clients.candidates
+        )
     refused = record.requests.status == Status.REJECTED
     if len(refused) and refused.all():
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Beam searches of a workload on the real engine: the clients' side, and one row for each in the record."""
+"""Beam searches and best-of on the real engine: the clients' side, and one row for each request in the record."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from realengine.answer import Output
 from realengine.engine import Engine
-from realengine.generation import MAX_BEAM_WIDTH, one_token
-from serving.beams import BeamCounts, Beams, Likeliest
+from realengine.generation import MAX_BEAM_WIDTH, Sampling, one_token
+from serving.beams import BeamCounts, Beams, CandidateCounts, Likeliest, mean_logprob
 from serving.errors import UsageError
 from serving.request import Request
 from sim.record import RequestTable, Status, TokenRanges
@@ -23,11 +23,7 @@ Later = Callable[[Callable[[], None]], None]
 
 
 def check_widths(workload: Workload) -> None:
-    """Raise `UsageError` for beams that are wider than the engine's log-probabilities, and for best-of."""
-    if workload.best_of is not None:
-        raise UsageError(
-            "best-of (--best-of) is simulated and served, but run's clients do not ask for it; leave it out"
-        )
+    """Raise `UsageError` for beams that are wider than the engine's log-probabilities."""
     if workload.beam_width is not None and (widest := int(workload.beam_width.max())) > MAX_BEAM_WIDTH:
         raise UsageError(f"a beam width of {widest}; the engine searches with {MAX_BEAM_WIDTH} at most")
 
@@ -97,11 +93,55 @@ class Search:
         self._done(best)
 
 
+class BestOf:
+    """The listener of one request's candidates. `done(tokens)` is told of the likeliest one's, by `later`."""
+
+    def __init__(
+        self, candidates: int, counts: CandidateCounts, later: Later, done: Callable[[list[int]], None]
+    ) -> None:
+        self._tokens: list[list[int]] = [[] for _ in range(candidates)]
+        self._logprobs: list[list[float]] = [[] for _ in range(candidates)]
+        self._left, self._counts, self._later, self._done = candidates, counts, later, done
+        self._whole = True
+
+    @staticmethod
+    def sampling(candidates: int, max_tokens: int, seed: int) -> Sampling:
+        """What is asked of the engine: as many tokens as the workload says, drawn as they are likely."""
+        return Sampling(max_tokens, 1.0, seed=seed, n=candidates, logprobs=0, ignore_eos=True)
+
+    def __call__(self, output: Output) -> None:
+        """In the engine's thread."""
+        self._tokens[output.index].extend(output.token_ids)
+        self._logprobs[output.index].extend(entry.logprob for entry in output.logprobs)
+        if output.finish_reason is None:
+            return
+        self._whole &= output.finish_reason == "length"
+        self._left -= 1
+        if not self._left:
+            self._later(self._end)
+
+    def _end(self) -> None:
+        if not self._whole:
+            self._done([])  # refused, or the engine was stopped
+            return
+        means = [mean_logprob(logprobs) for logprobs in self._logprobs]
+        best = self._tokens[means.index(max(means))]
+        self._counts.requests += 1
+        self._counts.answers += len(self._tokens)
+        self._counts.generated_tokens += sum(map(len, self._tokens))
+        self._counts.shown_tokens += len(best)
+        self._done(best)
+
+
 def fold(
-    table: RequestTable, tokens: TokenRanges, workload: Workload, finished: set[int]
+    table: RequestTable, tokens: TokenRanges, workload: Workload, shown: Mapping[int, int]
 ) -> tuple[RequestTable, TokenRanges]:
-    """One row for each request, where a search has made many; `finished` are those whose search is over."""
-    assert workload.beam_width is not None
+    """One row for each request, where a search or best-of has made many; `shown` counts tokens of those that are over."""
+    several = np.zeros(len(workload), np.bool_)
+    if workload.beam_width is not None:
+        several |= workload.beam_width > 0
+    if workload.best_of is not None:
+        several |= workload.best_of > 1
     order = np.argsort(table.request_id, kind="stable")
     ids, starts = np.unique(table.request_id[order], return_index=True)
     groups = np.split(order, starts[1:])
@@ -112,13 +152,13 @@ def fold(
     every = np.ones(len(tokens.count), np.int64) if tokens.per_step is None else tokens.per_step
     for at, group in enumerate(groups):
         row = int(columns["request_id"][at])
-        if not workload.beam_width[row] or table.status[group[0]] == Status.REJECTED:
+        if not several[row] or table.status[group[0]] == Status.REJECTED:
             mine = range(int(tokens.offsets[group[0]]), int(tokens.offsets[group[0] + 1]))
             ranges.append([(int(tokens.first_step[r]), int(tokens.count[r]), int(every[r])) for r in mine])
             continue
         columns["max_output_tokens"][at] = workload.output_tokens[row]
         columns["preemptions"][at] = table.preemptions[group].sum()
-        if row not in finished:
+        if row not in shown:
             ranges.append([])
             columns["status"][at], columns["reason"][at], columns["output_tokens"][at] = 0, "", 0
             for name in ("engine_done_s", "first_token_s", "last_token_s"):
@@ -127,9 +167,10 @@ def fold(
         last = group[np.argmax(table.engine_done_s[group])]
         for name in ("engine_done_s", "first_token_s", "last_token_s"):
             columns[name][at] = table.engine_done_s[last]
-        length = int(table.prompt_tokens[last] - table.prompt_tokens[group[0]]) + 1
-        columns["output_tokens"][at] = length
-        ranges.append([(int(tokens.first_step[tokens.offsets[last]]), 1, length)])
+        columns["output_tokens"][at] = shown[row]
+        final = int(tokens.offsets[last + 1]) - 1
+        step = int(tokens.first_step[final] + tokens.count[final]) - 1
+        ranges.append([(step, 1, shown[row])])
     flat = np.array([entry for mine in ranges for entry in mine], np.int64).reshape(-1, 3)
     offsets = np.cumsum([0, *(len(mine) for mine in ranges)]).astype(np.int64)
     assert len(ids) == len(groups)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from realengine.beam import beam_search
+from realengine.beam import beam_search, best_of
+from realengine.generation import Sampling
 from serving.config import SchedulerConfig
 from serving.errors import UsageError
 from sim.metrics import summarise
@@ -84,6 +85,40 @@ def test_a_conversation_goes_on_with_the_best_hypothesis() -> None:
         best = beam_search(engine, first, width=4, max_tokens=20)[0]
     second = next(prompt for prompt in heard if len(prompt) == int(workload.prompt_tokens[1]))
     assert second[: len(first) + 20] == [*first, *best.token_ids]
+
+
+def test_best_of_counts_what_its_twin_counts() -> None:
+    record, workload = run_here(ALONE | {"best_of": 3}, page_tokens=8)
+    twin = run_world(
+        workload, SchedulerConfig(num_pages=64, page_tokens=8, max_model_len=256), LinearPricer()
+    )
+    assert record.candidates == twin.candidates
+    assert len(record.steps) == len(twin.steps)
+    for name in ("output_tokens", "cached_tokens", "prompt_tokens", "max_output_tokens", "status"):
+        assert getattr(record.requests, name).tolist() == getattr(twin.requests, name).tolist(), name
+    for name in ("num_tokens", "num_decodes", "used_pages"):
+        assert getattr(record.steps, name).tolist() == getattr(twin.steps, name).tolist(), name
+    for row in range(4):
+        assert record.token_times_s(row).tolist() == [record.requests.last_token_s[row]] * 20
+
+
+def test_a_conversation_goes_on_with_the_likeliest_answer() -> None:
+    flags = ALONE | {"session_turns_min": 2, "session_turns_max": 2, "num_prompts": 2, "random_prefix_len": 0}
+    workload = load_workload(make_spec(flags | {"best_of": 4}), seed=3)
+    heard: list[list[int]] = []
+    with running(tiny_model()) as engine:
+        add = engine.add
+
+        def listening_add(prompt: Any, *args: Any, **how: Any) -> Any:
+            heard.append(list(prompt))
+            return add(prompt, *args, **how)
+
+        engine.add = listening_add  # type: ignore[method-assign]
+        replay(engine, workload, vocab_size=TINY.vocab_size, seed=3)
+    first = Prompts(workload, TINY.vocab_size, 3).ids(0)
+    with running(tiny_model()) as engine:
+        best = best_of(engine, first, Sampling(20, 1.0, seed=0, ignore_eos=True), 4)
+    assert heard[1][: len(first) + 20] == [*first, *best.token_ids]
 
 
 def test_what_the_engine_cannot_search_is_said() -> None:
