@@ -224,6 +224,9 @@ class TwinBackend:
             inner = Request(self._count + index, prompt_tokens, length, now_s, request.priority, keys=keys)
             if reason := self._replicas[0].scheduler.refusal(inner):
                 raise Refused(reason, param="prompt", code="context_length_exceeded")
+            if answers and len(self._replicas) == 1:
+                # As the engine has it: the prompt's pages are shared by copy on write.
+                inner.sibling = answers[0].request
             stops_itself = request.open_ended and not sampling.ignore_eos
             offset = (sampling.seed or 0) + index
             answers.append(Answer(inner, mailbox, index, self._script, offset, now_s, stops_itself))

@@ -105,6 +105,27 @@ def test_a_chat_of_open_length_has_the_twins_and_stops_by_itself(server: Running
     assert all(choice["message"]["content"] for choice in choices)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_times_of_best_of_are_those_of_a_simulation(asynchronous: bool) -> None:
+    backend = twin(async_scheduling=asynchronous)
+    one = Sampling(max_tokens=30, temperature=1.0)
+    asked = [
+        GenerationRequest("0", list(range(2, 302)), one, best_of=5),
+        GenerationRequest("1", list(range(500, 580)), one, best_of=2),
+    ]
+    _, answers = run(backend, asked, gap_s=0.05)
+    workload = make_workload([0.1, 0.15], [300, 80], [30, 30])
+    free = {"tokenize_us_per_token": 0.0, "detokenize_us_per_token": 0.0}
+    record = simulate(
+        replace(workload, best_of=np.array([5, 2], np.int64)),
+        backend.built.deployment.model_copy(update=free),
+    )
+    for row, (delta,) in enumerate(answers):
+        assert delta.timing is not None
+        assert delta.timing.last_token_s == pytest.approx(record.requests.engine_done_s[row], abs=1e-9)
+        assert delta.timing.ttft_s == pytest.approx(latencies(record).e2el_s[row], abs=1e-9)
+
+
 def test_best_of_waits_for_all_of_them() -> None:
     backend = twin(time_scale=20.0)
     one = Sampling(max_tokens=30, temperature=1.0)
