@@ -26,13 +26,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
-from typing import Any
 
 import numpy as np
 
-from calibration.recorded import COMPOSITION, RecordedPrices
-from calibration.sides import INSTEAD, Side, world
+from calibration.recorded import RecordedPrices
+from calibration.sides import INSTEAD, Side
 from calibration.sides import PARTS as ALL_PARTS
+from calibration.step_diff import FirstDifference, first_difference, identical_steps
+from calibration.take_apart import take_apart
+from calibration.worlds import world
 from serving.errors import UsageError, nearest
 from sim.metrics import summarise
 from sim.record import RunRecord, Status
@@ -66,20 +68,6 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstDifference:
-    """The first step, in each replica's order, that computes something else in the two runs."""
-
-    replica: int
-    step: int
-    """Number of the step in its replica; equals `identical` steps before it."""
-    a: dict[str, float]
-    """What A's step computes, or nothing where A has no such step."""
-    b: dict[str, float]
-    columns: tuple[str, ...]
-    """What differs."""
-
-
-@dataclass(frozen=True, slots=True)
 class RunDiff:
     """The answer of `diff`."""
 
@@ -108,7 +96,7 @@ def diff(
     Raises `UsageError` for an unknown metric, a run without steps or without a finished request, a fleet or a pipeline
     whose deployment is not at hand, and a pipeline beside what no pipeline has.
     """
-    sides = (Side.of(a, names[0]), Side.of(b, names[1]))
+    sides = (take_apart(a, names[0]), take_apart(b, names[1]))
     _check(sides)
     recorded = tuple(_figures(side.record) for side in sides)
     known = [name for name in recorded[0] if name in recorded[1]]
@@ -132,7 +120,7 @@ def diff(
     return RunDiff(
         splits=tuple(_split(metric, recorded, values, steps, parts) for metric in wanted),
         first_difference=first_difference(a, b),
-        identical_steps=_identical(a, b),
+        identical_steps=identical_steps(a, b),
         num_steps=(len(a.steps), len(b.steps)),
         kernel_ratio=_ratios(sides),
         worlds=len(worlds),
@@ -324,44 +312,6 @@ def _split(
     if abs(missed) <= 1e-9 * max(abs(a), abs(b)):
         missed = 0.0
     return Split(metric, a, b, parts, missed)
-
-
-def _by_replica(record: RunRecord) -> dict[int, np.ndarray[Any, np.dtype[np.float64]]]:
-    columns = np.stack([getattr(record.steps, name).astype(np.float64) for name in COMPOSITION], axis=1)
-    return {int(r): columns[record.steps.replica == r] for r in np.unique(record.steps.replica)}
-
-
-def _first(a: Any, b: Any) -> int:
-    """Index of the first row that differs; the length of both when none does."""
-    shared = min(len(a), len(b))
-    differs = np.flatnonzero((a[:shared] != b[:shared]).any(axis=1))
-    return int(differs[0]) if len(differs) else shared
-
-
-def _identical(a: RunRecord, b: RunRecord) -> int:
-    first, second = _by_replica(a), _by_replica(b)
-    return sum(_first(first[r], second[r]) for r in first if r in second)
-
-
-def first_difference(a: RunRecord, b: RunRecord) -> FirstDifference | None:
-    """The earliest step (by A's clock) whose composition differs between the runs; None when all are alike."""
-    first, second = _by_replica(a), _by_replica(b)
-    empty = np.empty((0, len(COMPOSITION)))
-    found: list[tuple[float, FirstDifference]] = []
-    for replica in sorted(first.keys() | second.keys()):
-        mine, theirs = first.get(replica, empty), second.get(replica, empty)
-        at = _first(mine, theirs)
-        if at == len(mine) == len(theirs):
-            continue
-        rows = [
-            dict(zip(COMPOSITION, rows_of[at].tolist(), strict=True)) if at < len(rows_of) else {}
-            for rows_of in (mine, theirs)
-        ]
-        columns = tuple(name for name in COMPOSITION if rows[0].get(name) != rows[1].get(name))
-        starts_s = a.steps.start_s[a.steps.replica == replica]
-        when_s = float(starts_s[at]) if at < len(starts_s) else math.inf
-        found.append((when_s, FirstDifference(replica, at, rows[0], rows[1], columns)))
-    return min(found, key=lambda entry: entry[0])[1] if found else None
 
 
 def _ratios(sides: tuple[Side, Side]) -> dict[str, tuple[float, int]]:

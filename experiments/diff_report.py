@@ -10,7 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from calibration.diff import PARTS, FirstDifference, RunDiff, Split
+from calibration.diff import PARTS, RunDiff, Split
+from calibration.step_diff import FirstDifference
 from experiments import theme
 from experiments.page import page, plot_section, table_section
 from experiments.results import writable

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration.diff import METRICS, PARTS, RunDiff, diff, first_difference
+from calibration.diff import METRICS, PARTS, RunDiff, diff
 from calibration.recorded import RecordedPrices, rules_of, workload_of
+from calibration.step_diff import first_difference
 from serving.errors import UsageError
 from sim.deployment import Deployment, build, simulate
 from sim.noise import StepNoise

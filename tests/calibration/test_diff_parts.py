@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import costmodel
 from calibration.diff import RunDiff, Split, diff
 from calibration.recorded_drafts import RecordedAcceptance
-from calibration.sides import Side
+from calibration.take_apart import take_apart
 from serving.errors import UsageError
 from sim.deployment import Deployment, build, simulate
 from sim.noise import StepNoise
@@ -186,7 +186,7 @@ OTHERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", [*(c for c in DEPLOYMENTS if "noise" not in c), *OTHERS], ids=str)
 def test_a_run_of_the_twin_is_made_again_to_the_bit(changes: Any) -> None:
-    assert Side.of(run(5, rate=150.0, **changes), "A").made_again is not None
+    assert take_apart(run(5, rate=150.0, **changes), "A").made_again is not None
 
 
 def part_of(found: RunDiff, metric: str) -> Split:
@@ -253,7 +253,7 @@ def bare(record: RunRecord) -> RunRecord:
 def test_drafts_that_only_their_tokens_tell_of_are_replayed_to_the_step() -> None:
     same = {"speculative_config": SELF, "tokenize_us_per_token": 0.0, "detokenize_us_per_token": 0.0}
     made = run(4, **same)
-    side = Side.of(bare(made), "A")
+    side = take_apart(bare(made), "A")
     assert side.made_again is None
     again = diff(bare(made), bare(run(4, **same, noise=0.2)), metrics=METRICS)
     for split in again.splits:
@@ -295,6 +295,9 @@ def test_what_cannot_be_replayed_is_refused_in_a_sentence() -> None:
     refused(lambda: diff(searches, fleet), "A has beam searches and B a fleet")
     refused(lambda: diff(run(1, **NGRAM), searches), "B has beam searches and A drafts")
     changed = replace(pipeline, meta={**pipeline.meta, "profile_hash": "another"})
+    refused(lambda: diff(run(1), changed), "B ran in a pipeline", "not at hand")
+    staged = run(1, pools=[{"name": "a", "pipeline_parallel_size": 2}])
+    changed = replace(staged, meta={**staged.meta, "profile_hash": "another"})
     refused(lambda: diff(run(1), changed), "B ran in a pipeline", "not at hand")
     unknown = replace(fleet, meta={**fleet.meta, "deployment": None})
     refused(lambda: diff(unknown, run(1)), "A ran on a fleet")
