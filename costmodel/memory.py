@@ -251,6 +251,11 @@ def plan_memory(
 
 
 def _no_room(plan: MemoryPlan, left: int, model: ModelShape, quantization: str | None) -> str:
+    if left >= 32 * plan.kv_bytes_per_token:
+        return (
+            f"{plan.model} on {plan.device}: {left / 1e9:.1f} GB are left for KV and a page of {plan.block_size} tokens "
+            f"takes {plan.block_size * plan.kv_bytes_per_token / 1e9:.1f} GB, two of which must fit; lower --block-size"
+        )
     working = plan.activation_bytes + plan.non_torch_bytes + plan.graph_bytes
     room = 0.95 * (plan.budget_bytes - working)  # some of it has to be left for KV
 

@@ -34,6 +34,10 @@ CAPACITY = ("capacity", "--model", "llama-3.1-8b", "--dataset-name", "random", "
         (("--data-parallel-size", "1000000"), "--data-parallel-size: must be less than or equal"),
         (("--pools", "[{replicas: 1000000}]"), "--pools[0].replicas: must be less than or equal"),
         (("--failures", "{mtbf_s: .inf, mttr_s: 1}"), "--failures.mtbf_s: must be a finite number"),
+        (
+            ("--block-size", "10000000"),
+            "a page of 10000000 tokens takes 1310.7 GB, two of which must fit; lower --block",
+        ),
         # Keys that are given twice, at any depth.
         (("--pools", "[{gpu: h200, gpu: h100}]"), "--pools: key 'gpu' is given twice; keep one"),
         (
