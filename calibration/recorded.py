@@ -17,7 +17,8 @@ from costmodel.pricer import StepPricer
 from costmodel.prices import Step, steps_of_run
 from serving.config import SchedulerConfig
 from serving.errors import TokenTwinError, UsageError
-from sim.deployment import Built, Deployment, build, policy_options
+from sim.deployment import Built, Deployment, build
+from sim.deployment_limits import policy_options
 from sim.meta import meta_value
 from sim.record import Floats, RunRecord, Status, StepTable
 from sim.workload import Workload, WorkloadSpec, load_workload

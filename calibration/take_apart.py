@@ -14,7 +14,8 @@ from calibration.worlds import disaggregated, world
 from serving.errors import TokenTwinError, UsageError
 from serving.policies import load_policy
 from serving.speculative_config import parse_speculative_config
-from sim.deployment import Built, Deployment, build, policy_options
+from sim.deployment import Built, Deployment, build
+from sim.deployment_limits import policy_options
 from sim.fleet.build import fleet_plan, is_fleet
 from sim.fleet.spec import KvTransfer
 from sim.jitter import step_noise

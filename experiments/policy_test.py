@@ -14,7 +14,7 @@ from experiments.policy_test_cases import Case, random_case, shrink, starving_ca
 from experiments.policy_test_watch import MOST_OVERTAKEN, Problem, differs, overtaken, run, watch
 from serving.errors import UsageError
 from serving.policies import BatchPolicy, load_policy
-from sim.deployment import policy_options
+from sim.deployment_limits import policy_options
 
 CASES = 40
 MORE_CASES = 10

@@ -12,7 +12,8 @@ import numpy as np
 
 from serving.errors import UsageError
 from serving.policies import BatchPolicy, load_policy
-from sim.deployment import Built, Deployment, build, policy_options, simulate
+from sim.deployment import Built, Deployment, build, simulate
+from sim.deployment_limits import policy_options
 from sim.intervals import Difference, Replicated, compare
 from sim.metrics import summarise
 from sim.replications import replicate

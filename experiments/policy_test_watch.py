@@ -11,7 +11,8 @@ import numpy as np
 from experiments.policy_test_cases import Case
 from serving.errors import UsageError
 from serving.policies import BatchPolicy, load_policy
-from sim.deployment import Built, policy_options
+from sim.deployment import Built
+from sim.deployment_limits import policy_options
 from sim.record import RunRecord, Status
 from sim.workload import Workload
 from sim.world import Frontend, run_world

@@ -9,7 +9,8 @@ from costmodel.memory import GIB
 from costmodel.model import ModelShape
 from serving.errors import UsageError
 from serving.speculative_config import FLAG, SpeculativeConfig, parse_speculative_config
-from sim.deployment import Deployment, eviction_limits
+from sim.deployment import Deployment
+from sim.deployment_limits import eviction_limits
 from sim.speculation import check_speculation
 
 

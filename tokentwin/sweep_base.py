@@ -12,7 +12,7 @@ import yaml
 from experiments.sweep_spec import Params, Range, SweepSpec
 from serving.errors import TokenTwinError, UsageError
 from serving.policies import load_policy
-from sim.deployment import policy_options
+from sim.deployment_limits import policy_options
 from sim.workload import WorkloadSpec
 from sim.workload.yaml_lines import line_of
 from tokentwin.flags import Flag, find

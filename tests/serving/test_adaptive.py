@@ -13,7 +13,8 @@ from serving.errors import UsageError
 from serving.policies import Adaptive, load_policy
 from serving.policies.adaptive import estimated_tokens, parse_size_classes
 from serving.request import Request
-from sim.deployment import Deployment, policy_options
+from sim.deployment import Deployment
+from sim.deployment_limits import policy_options
 from tests.serving.driver import Engine
 
 

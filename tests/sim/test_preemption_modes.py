@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import sim.deployment as deployment_module
+import sim.deployment_limits as limits_module
 from costmodel.swap import host_link_bytes_per_s, recompute_coefficients
 from serving.errors import UsageError
 from sim.deployment import Deployment, build, simulate
@@ -23,7 +23,7 @@ def run(
 ) -> RunRecord:
     if link is not None:
         assert monkeypatch is not None
-        monkeypatch.setattr(deployment_module, "host_link_bytes_per_s", lambda facts: link)
+        monkeypatch.setattr(limits_module, "host_link_bytes_per_s", lambda facts: link)
     workload = make_workload([0.01 * i for i in range(16)], [400] * 16, [250] * 16)
     return simulate(workload, Deployment(**{**SCARCE, **options}))
 
@@ -64,7 +64,7 @@ def test_pages_moved_by_a_step_without_rows_take_their_time(monkeypatch: pytest.
     rates = (1e6, 4e6)
     moved_s = []
     for rate in rates:
-        monkeypatch.setattr(deployment_module, "host_link_bytes_per_s", lambda facts, rate=rate: rate)
+        monkeypatch.setattr(limits_module, "host_link_bytes_per_s", lambda facts, rate=rate: rate)
         record = simulate(workload, Deployment(**options))
         assert record.requests.preemptions.tolist() == [1, 0]
         moved_s.append(float(record.steps.gpu_s.sum()))

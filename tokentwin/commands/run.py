@@ -20,7 +20,8 @@ from serving.config import SchedulerConfig
 from serving.errors import UsageError
 from serving.policies import CHUNKING, load_policy
 from sim.certainty import Certainty
-from sim.deployment import Deployment, fitting_seqs, policy_options
+from sim.deployment import Deployment
+from sim.deployment_limits import fitting_seqs, policy_options
 from sim.fleet.build import FLEET_FIELDS
 from sim.metrics import summarise
 from sim.samples import thin_percentiles

@@ -162,7 +162,8 @@ def make_tracing(given: Mapping[str, Any], model: str) -> Tracing | None:
 
 def make_twin(given: Mapping[str, Any]) -> Backend:
     """The twin of the deployment that the flags describe."""
-    from sim.deployment import build, policy_options
+    from sim.deployment import build
+    from sim.deployment_limits import policy_options
     from tokentwin.server.twin import TwinBackend
 
     built = build(make_deployment(given))
@@ -186,7 +187,7 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
 
     from serving.config import SchedulerConfig
     from serving.policies import CHUNKING, load_policy
-    from sim.deployment import fitting_seqs, policy_options
+    from sim.deployment_limits import fitting_seqs, policy_options
     from tokentwin.engine_limits import drafting, memory_limits
     from tokentwin.server.engine import EngineBackend
     from tokentwin.server.plain_codec import PlainCodec
