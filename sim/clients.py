@@ -21,6 +21,7 @@ from sim.clock import STEP, Clock
 from sim.log import RequestLog
 from sim.network import Delivering, Line
 from sim.record import Deliveries, Floats, Ints, RequestTable, Status
+from sim.token_feed import TokenFeed
 from sim.wire import Channel, Stream, Wire, alone
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ class Clients:
         abort: Callable[[int], None],
     ) -> None:
         self.clock, self.log, self.net = clock, log, net
-        self._replicas, self._arrived, self._done, self._abort = replicas, arrived, done, abort
+        self._arrived, self._done, self._abort = arrived, done, abort
+        self._feed = TokenFeed(clock, log, replicas)
         self._overhead_s, self._tokenize_s = overhead_s, tokenize_s.tolist()
         self._lag_s = detokenize_s + net.gateway_event_s
         self._prompt = prompt_tokens.tolist()
@@ -105,17 +107,15 @@ class Clients:
         self._tenant = tenant.tolist()
         self._whose = self._deal(first_turn)
         self._clients: dict[tuple[int, int], Client] = {}
-        self.streams: dict[int, Stream] = {}
+        self._streams: dict[int, Stream] = {}
+        """By request whose answer is not all on its way."""
         self.requests: dict[int, Request] = {}
         """As the scheduler last saw them, of answers that are not whole."""
         self.held_s = [0.0] * count
         self.blocked_s, self.way_in_s = [0.0] * count, [0.0] * count
         self.way_out_s, self.reader_s = [0.0] * count, [0.0] * count
-        self._closed: dict[int, list[tuple[int, ...]]] = {}
-        self._closed_upto = 0
-        self._place: dict[int, tuple[int, int]] = {}
-        """Of a stream: replica and step up to which its tokens are known."""
-        self._ends: dict[int, array[float]] = {}
+        self._taken: dict[int, tuple[array[float], array[int]]] = {}
+        """By request whose stream is over: when its client took each event, and their tokens."""
 
     def _deal(self, first_turn: Ints) -> list[int]:
         """A client for each request, by number among those of its tenant."""
@@ -163,7 +163,7 @@ class Clients:
     def _sent(self, client: Client, row: int, now_s: float, *, opening_s: float = 0.0) -> None:
         """A request goes off when its connection stands and the uploads before it are over."""
         line, net = client.line, self.net
-        stream = self.streams[row] = Stream(
+        stream = self._streams[row] = Stream(
             row,
             interval=net.stream_interval,
             slice_s=net.stream_slice_s,
@@ -190,7 +190,7 @@ class Clients:
 
     def ended(self, row: int) -> None:
         """The engine is done with a request (or refused it)."""
-        if self.streams[row].cut_s < math.inf:
+        if row in self._taken:  # cut off before
             self.log.status[row], self.log.reason[row] = int(Status.FAILED), TOO_SLOW
             return
         self._look(self._client(row), self.clock.now)
@@ -214,8 +214,9 @@ class Clients:
     def _bring_up(self, client: Client, now_s: float) -> float:
         """Bring a client's line up to now; returns when to look again, infinite when the next answer will say."""
         for row, channel in client.active.items():
-            if not self.streams[row].complete:
-                self._feed(row, now_s)
+            stream = self._streams[row]
+            if not stream.complete:
+                self._feed(stream, self.requests.get(row), now_s)
                 client.wire.offer(channel)
         self._carried(client, client.wire.advance(now_s))
         again_s = min((channel.ends_at_least_s() for channel in client.active.values()), default=math.inf)
@@ -228,6 +229,7 @@ class Clients:
             row = stream.row
             channel = client.active.pop(row)
             self._account(client, stream, channel)
+            self._retire(stream)
             event = self.clock.at(max(stream.seen_s[-1], self.clock.now), LATE)
             assert event.callbacks is not None
             event.callbacks.append(lambda _, row=row, by=channel: self._received(client, by, row))  # type: ignore[misc]
@@ -265,61 +267,13 @@ class Clients:
         self.reader_s[row] = read_s - at_once_s
         self.blocked_s[row] = max(seen_s - read_s, 0.0)
 
-    # ---- the tokens of engines ---------------------------------------------------------------------------------
-
-    def _feed(self, row: int, now_s: float, *, last: bool = False) -> None:
-        """Tell a stream of the tokens that its engine has given by now."""
-        stream = self.streams[row]
-        if stream.complete:
-            return
-        log = self.log
-        if log.replica[row] < 0 and log.status[row] == Status.FINISHED:
-            stream.give(log.engine_done_s[row], log.output_tokens[row])
-        self._distribute()
-        for entry in self._closed.pop(row, ()):
-            self._steps(stream, entry[1], entry[2], entry[3], entry[4] if len(entry) > 4 else 1)
-        if log.status[row] != Status.UNFINISHED:
-            done_s = log.engine_done_s[row]
-            stream.end(self.clock.now if math.isnan(done_s) else done_s)
-        elif not last and (request := self.requests.get(row)) is not None and log.replica[row] >= 0:
-            replica = self._replicas()[log.replica[row]]
-            if (opened := replica.open_range(request)) is not None:
-                self._steps(stream, replica.index, *opened)
-            if not last:
-                stream.passed(now_s)
-
-    def _distribute(self) -> None:
-        ranges = self.log.ranges
-        for entry in ranges[self._closed_upto :]:
-            self._closed.setdefault(entry[0], []).append(entry)
-        self._closed_upto = len(ranges)
-
-    def _steps(self, stream: Stream, index: int, first: int, count: int, each: int) -> None:
-        """Tokens of `count` steps from `first` on, those that the stream has been told of left out."""
-        known_of, known = self._place.get(stream.row, (index, 0))
-        begin = max(first, known) if known_of == index else first
-        for end_s in self._step_ends(index, begin, first + count):
-            stream.give(end_s, each)
-        self._place[stream.row] = (index, max(begin, first + count))
-
-    def _step_ends(self, index: int, begin: int, stop: int) -> list[float]:
-        """Ends of some steps of a replica, those of a leap in progress among them."""
-        ends = self._ends.setdefault(index, array("d"))
-        replica = self._replicas()[index]
-        if len(ends) < stop:
-            ends.extend(replica.steps.ends_s(len(ends)))
-        found = ends[begin:stop].tolist()
-        if len(ends) < stop:
-            found += replica.leap_ends_s[max(begin - len(ends), 0) : stop - len(ends)].tolist()
-        return found
-
     # ---- clients that do not read ------------------------------------------------------------------------------
 
     def _cut_slow(self, client: Client, now_s: float) -> float:
         """Cut streams that were at the limit of their buffer for too long; returns when the next may be."""
         timeout_s, again_s = self.net.send_timeout_s, math.inf
         for row, channel in list(client.active.items()):
-            stream = self.streams[row]
+            stream = self._streams[row]
             again_s = min(again_s, now_s + timeout_s)
             if channel.streams[0] is not stream:
                 continue
@@ -335,12 +289,10 @@ class Clients:
         row = stream.row
         client.wire.withdraw(channel)
         channel.broken(self.clock.now)
-        stream.cut_s = self.clock.now
+        self._retire(stream, cut_s=self.clock.now)
         del client.active[row]
-        finished = self.log.status[row] == Status.FINISHED
         client.wire.offer(channel)
-        stream.complete = True
-        if finished:
+        if self.log.status[row] == Status.FINISHED:
             self.log.status[row], self.log.reason[row] = int(Status.FAILED), TOO_SLOW
         else:
             self._abort(row)
@@ -354,10 +306,22 @@ class Clients:
         """The run is over: carry what is still on its way."""
         for client in self._clients.values():
             for row, channel in client.active.items():
-                self._feed(row, math.inf, last=True)
+                self._feed(self._streams[row], None, math.inf)
                 client.wire.offer(channel)
             for stream in client.wire.advance(math.inf):
                 self._account(client, stream, client.active.pop(stream.row))
+        for stream in list(self._streams.values()):
+            self._retire(stream)
+
+    def _retire(self, stream: Stream, *, cut_s: float = math.inf) -> None:
+        """Nothing more comes of a stream; what its client had not taken when it was cut off is lost."""
+        del self._streams[stream.row]
+        events = [
+            (seen_s, count)
+            for seen_s, count in zip(stream.seen_s, stream.tokens, strict=False)
+            if count and seen_s <= cut_s
+        ]
+        self._taken[stream.row] = array("d", [e[0] for e in events]), array("q", [e[1] for e in events])
 
     def table(self, requests: RequestTable, rows: Ints) -> tuple[RequestTable, Deliveries]:
         """The request table as the clients saw it, and their events; `rows` are those of the workload."""
@@ -380,16 +344,13 @@ class Clients:
     def _deliveries(self, rows: Ints) -> Deliveries:
         offsets, seen, tokens = [0], array("d"), array("q")
         for row in rows.tolist():
-            stream = self.streams.get(row)
-            if stream is not None:
-                taken = zip(stream.seen_s, stream.tokens, strict=False)
-                for seen_s, count in taken:
-                    if count and seen_s <= stream.cut_s:
-                        seen.append(seen_s)
-                        tokens.append(count)
-                # What a leap that the end of the run cut off had still in it.
-                while len(tokens) > offsets[-1] and sum(tokens[offsets[-1] :]) > self.log.output_tokens[row]:
-                    seen.pop(), tokens.pop()
+            if row in self._taken:
+                times_s, counts = self._taken[row]
+                # A leap that the end of the run cut off had still more in it than the log.
+                while sum(counts) > self.log.output_tokens[row]:
+                    times_s.pop(), counts.pop()
+                seen.extend(times_s)
+                tokens.extend(counts)
             offsets.append(len(seen))
         return Deliveries(np.array(offsets, np.int64), np.array(seen, np.float64), np.array(tokens, np.int64))
 

@@ -18,7 +18,6 @@ class Stream:
 
     __slots__ = (
         "complete",
-        "cut_s",
         "event_bytes",
         "full_bytes",
         "interval",
@@ -65,7 +64,6 @@ class Stream:
         self.until_s = inf
         """When what has gathered is sent, under time slices."""
         self.complete = False
-        self.cut_s = inf
 
     def give(self, time_s: float, tokens: int) -> None:
         """The engine gave tokens. Times must not decrease."""
