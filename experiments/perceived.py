@@ -10,7 +10,7 @@ def perceived_rows(perceived: Perception) -> list[tuple[str, str, str]]:
     rows = []
     for name, stats, formula in (
         ("first word", perceived.first_word, "send to first whole word"),
-        ("longest pause", perceived.longest_pause, "between two events of an answer"),
+        ("longest pause", perceived.longest_pause, "between two events"),
     ):
         rows.append((f"Median {name} (ms):", f"{stats.median_s * 1000:.2f}", formula))
         rows += [

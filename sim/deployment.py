@@ -188,7 +188,7 @@ class Deployment(BaseModel):
     """Lag that detokenising and writing a token adds to its way out."""
     stream_interval: int = Field(default=1, ge=1)
     """Tokens to gather before they are sent; the first one goes at once."""
-    stream_slice_ms: float = Field(default=0.0, ge=0)
+    stream_slice_ms: float = Field(default=0.0, ge=0, le=MAX_DELAY_MS)
     """Time in which tokens gather before they are sent, from the first one on; 0 is off."""
     network: Network | None = None
     """Lines, connections and readers, such as {bandwidth_mbit_s: 5, clients: 1, protocol: http/1.1}."""

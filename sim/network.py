@@ -29,11 +29,11 @@ class Way(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    rtt_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    rtt_ms: float | None = Field(default=None, ge=0, le=3.6e6, allow_inf_nan=False)
     """Network round trip, instead of the workload's."""
-    bandwidth_mbit_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    bandwidth_mbit_s: float | None = Field(default=None, ge=1e-6, allow_inf_nan=False)
     """Line to each client, in 10^6 bits per second; all streams of the client share it."""
-    upload_mbit_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    upload_mbit_s: float | None = Field(default=None, ge=1e-6, allow_inf_nan=False)
     """Line from each client, which prompts take; all requests of the client share it."""
     clients: int | None = Field(default=None, ge=1)
     """Clients that the requests are dealt to in turn, a conversation to one; by default each has its own."""
@@ -42,9 +42,9 @@ class Way(BaseModel):
     (streams of one connection; the default)."""
     connections: int | None = Field(default=None, ge=1)
     """Of a client under http/1.1 (6 by default, as browsers have) or http/1.1-pipelined (1 by default)."""
-    handshake_round_trips: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    handshake_round_trips: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
     """Round trips that opening a connection takes: 1 for TCP, 2 with TLS 1.3; by default all stand open."""
-    reader_tokens_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    reader_tokens_per_s: float | None = Field(default=None, ge=1e-3, allow_inf_nan=False)
     """Tokens a second that a client takes out of a stream; by default as they come."""
     window_kib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """What a stream (http/2) or a connection may have under way and unread, by default without limit."""
@@ -55,11 +55,11 @@ class Network(Way):
 
     shared: bool = False
     """All tenants share the clients, as behind one gateway; they may then differ in reader_tokens_per_s alone."""
-    event_bytes: int = Field(default=250, ge=1)
+    event_bytes: int = Field(default=250, ge=1, le=1 << 30)
     """Bytes of an event with one token, its JSON and framing (about 250 in the OpenAI API)."""
     token_bytes: float = Field(default=4.5, gt=0, allow_inf_nan=False)
     """Bytes of text for each token of a prompt, and for each further token of an event."""
-    gateway_event_us: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    gateway_event_us: float = Field(default=0.0, ge=0, le=3.6e9, allow_inf_nan=False)
     """What a gateway adds to the way of each event; frontend_overhead_ms is what it adds to a request."""
     buffer_kib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """What the server keeps of a stream for a client that does not read; without limit by default."""
