@@ -214,7 +214,7 @@ class TwinBackend:
         prompt_tokens, length = len(request.prompt), sampling.max_tokens
         now_s = max(self.now_s(), self._clock.now)
         mailbox = Mailbox(self._interval, self._buffer_tokens)
-        answers = []
+        answers: list[Answer] = []
         for index in range(sampling.n):
             keys = (
                 TokenKeys(self.built.limits.page_tokens, request.prompt)
