@@ -311,6 +311,8 @@ class Clients:
             for stream in client.wire.advance(math.inf):
                 self._account(client, stream, client.active.pop(stream.row))
         for stream in list(self._streams.values()):
+            if not stream.delivered and self.log.status[stream.row] == Status.FINISHED:
+                self.log.status[stream.row] = int(Status.UNFINISHED)  # behind one of a pipeline that goes on
             self._retire(stream)
 
     def _retire(self, stream: Stream, *, cut_s: float = math.inf) -> None:

@@ -62,6 +62,8 @@ class Replica:
         self._leap_ends_s: Floats | None = None
         self._leap_timer: Event | None = None
         self._cut_at: int | None = None
+        self._over = False
+        """The run has ended within the leap in progress."""
         self._charged = 0
         """Steps of the leap in progress that are on the tenants' accounts under fair sharing."""
         self._moved: Event | None = None
@@ -214,6 +216,17 @@ class Replica:
         self._moved = timer = self.clock.at(float(self._leap_ends_s[at]), self._priority)
         timer.callbacks, self._leap_timer.callbacks = self._leap_timer.callbacks, []
 
+    def stop(self, at_s: float) -> None:
+        """The run ends at `at_s`, before which nothing else happens: log the steps of a leap that are over by then."""
+        if self._leap_ends_s is None or not (
+            over := int(np.searchsorted(self._leap_ends_s, at_s, side="right"))
+        ):
+            return
+        assert self._leap_timer is not None
+        self._detach()
+        self._cut_at, self._over = over - 1, True
+        self.process._resume(self._leap_timer)
+
     def _sleep(self) -> Generator[Event, object, None]:
         """Wait until somebody arrives or the policy wants to be asked again."""
         wake_s = self.scheduler.wake_s
@@ -254,6 +267,8 @@ class Replica:
                 gpu = self._price_leap(plan, context_sum, context_max, steps)
                 steps = yield from self._leap(steps, gpu, gpu + host_s, host_s, context_sum, plan)
                 leap(scheduler, steps, charged=self._charged)
+                if self._over:
+                    return
 
     def _serve_async(self) -> Generator[Event, object, None]:
         scheduler, clock = self.scheduler, self.clock
@@ -269,6 +284,8 @@ class Replica:
                     steps, gpu, np.maximum(gpu, host_s), host_s, context_sum, current
                 )
                 leap(scheduler, steps, current, self._charged)
+                if self._over:
+                    return
                 gpu_s = self._price(current, len(self.steps))[0]
                 if self._unread:
                     self._drop()

@@ -397,6 +397,9 @@ class _World:
                 if now_s - told_s >= _PROGRESS_EVERY_S:
                     told_s = now_s
                     progress(Progress(self.clock.now, self.done, len(self.workload), now_s - started_s))
+        if until_s < math.inf and not done.processed:
+            for replica in self.replicas if self.fleet is None else self.fleet.replicas:
+                replica.stop(until_s)
         if progress is not None:
             wall_s = time.perf_counter() - started_s
             progress(Progress(self.clock.now, self.done, len(self.workload), wall_s))

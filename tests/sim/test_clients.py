@@ -170,6 +170,19 @@ def test_one_slow_reader_behind_a_gateway_holds_up_the_readers_of_other_tenants(
     assert last == {"http/2": [0.75, 0.75], "http/1.1": [0.75, 1.5], "http/1.1-pipelined": [4.25, 4.25]}
 
 
+def test_an_answer_behind_one_that_the_end_of_the_run_cuts_off_has_not_ended() -> None:
+    workload = make_workload([0.0, 0.1], [1, 1], [40, 2])
+    network = Network(clients=1, protocol="http/1.1-pipelined", connections=1)
+    record = run(workload, network, until_s=2.1)
+    requests = record.requests
+    assert requests.status.tolist() == [Status.UNFINISHED, Status.UNFINISHED]
+    assert requests.output_tokens.tolist() == [8, 2]
+    assert requests.engine_done_s[1] == 0.75
+    assert np.isnan(requests.first_token_s[1])
+    assert len(record.event_times_s(1)) == 0
+    assert summarise(record).completed == 0
+
+
 def test_gathering_is_seen_between_events_and_not_at_the_ends() -> None:
     workload = make_workload([0.0], [1], [9])
     assert run(workload, interval=4).event_times_s(0).tolist() == [0.25, 1.25, 2.25]

@@ -158,6 +158,27 @@ def test_fast_forward_changes_nothing(
         assert times[-1] == pytest.approx(requests.last_token_s[row])
 
 
+@settings(max_examples=100, deadline=None)
+@given(workloads(), configs(), st.sampled_from(sorted(POLICIES)), st.integers(1, 2), st.floats(0.01, 3.0))
+def test_a_run_that_is_cut_within_a_leap_has_the_steps_that_are_over(
+    workload: Workload, config: SchedulerConfig, policy: str, num_replicas: int, until_s: float
+) -> None:
+    runs = [
+        run_world(
+            workload,
+            config,
+            LinearPricer(host_s=0.004),
+            make_policy=POLICIES[policy],
+            num_replicas=num_replicas,
+            fast_forward=fast_forward,
+            until_s=until_s,
+        )
+        for fast_forward in (True, False)
+    ]
+    assert_same(*runs)
+    assert runs[0].end_s == runs[1].end_s <= until_s
+
+
 def test_a_lone_long_answer_is_one_leap() -> None:
     workload = make_workload([0.0], [100], [4000])
     config = SchedulerConfig(num_pages=1000, async_scheduling=False)
