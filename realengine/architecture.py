@@ -149,6 +149,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises `UsageError` when the file holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"--model {path.parent}: there is no {path.name} in it; give a Hugging Face folder or a GGUF file"
+        ) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {path}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):

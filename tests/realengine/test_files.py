@@ -198,6 +198,8 @@ def test_models_that_would_come_out_wrong_are_refused(change: dict[str, Any], me
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a Hugging Face folder nor a GGUF file"):
         find_model(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match=r"there is no config\.json in it"):
+        find_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(UsageError, match=r"no model\.safetensors"):
         find_model(tmp_path)
