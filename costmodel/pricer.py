@@ -265,6 +265,8 @@ class StepPricer:
             most = window
         if mean > window:
             mean = window
+        if reach > window:
+            reach = window
         tail = (reach - mean) * self._tail_token_s * (1.0 - own / work)
         decode = ((most - mean) * self._tail_token_s - work / self._half_heads) * (1.0 - most / context_sum)
         if decode > tail:

@@ -180,6 +180,18 @@ def test_kernels_that_split_or_share_no_grid_do_not_wait() -> None:
         assert steps[0] == steps[1]
 
 
+def test_with_a_window_no_sequence_is_longer_than_it() -> None:
+    """Beside decodes that all see a whole window, no block of a chunk walks further, however long the chunk."""
+    model = load_model("llama-3.1-8b").model_copy(update={"sliding_window": 1024})
+    p, at_once = (StepPricer(model, load_profile("rtx4090")) for _ in range(2))
+    at_once._tail_token_s = 0.0
+    for chunk, before in ((16, 5000), (1500, 0), (4000, 3000)):
+        step = (chunk + 64, 65, [(chunk, before)], 64, 64 * 2000, 3000)
+        assert p.step_s(*step) == at_once.step_s(*step)
+    short = (64 + 64, 65, [(64, 5000)], 64, 64 * 300, 300)
+    assert p.step_s(*short) > at_once.step_s(*short)
+
+
 def apart(gpu: str) -> StepPricer:
     """A device whose chunks and decodes share no grid."""
     profile = load_profile(gpu)
