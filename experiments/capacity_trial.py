@@ -21,6 +21,8 @@ from sim.saturation import Load, Saturation, saturation
 from sim.slo import Goodput, Slo
 
 BATCHES = 16
+MOST = 1.0 + 1e-9
+"""Of a limit, with what clocks round."""
 CERTAIN_Z = 2.5
 """Standard errors between a share and its limit from which on more requests are not asked for; above 1.96, because a
 growing run is looked at several times."""
@@ -70,7 +72,7 @@ class Outcome:
 
     @property
     def kept(self) -> bool:
-        return self.ratio <= 1.0
+        return self.ratio <= MOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ def _latency(slo: Slo, values: Floats) -> Outcome:
 
 
 def _attainment(score: Floats, asked: float) -> Outcome:
-    over = score > 1.0
+    over = score > MOST
     missing, settled = _share_over(over, 1 - asked)
     # The quantile moves smoothly with the load where the share of good requests jumps from 1 to less.
     ratio = float(np.quantile(score, asked, method="inverted_cdf"))

@@ -21,6 +21,7 @@ from serving.errors import UsageError
 from sim.latency import Bools, latencies
 from sim.metrics import summarise
 from sim.record import Floats, Ints, RunRecord, Status
+from sim.slo import TICK_S
 
 BLOCKS = 20
 """Blocks in a sample, as many as batches in `sim.samples`: each should outlast the correlation."""
@@ -128,7 +129,7 @@ def _good(record: RunRecord, limits_s: Mapping[str, float]) -> Bools:
     """Requests that finished within every limit."""
     lat, good = latencies(record), record.requests.status == Status.FINISHED
     for metric, limit_s in limits_s.items():
-        good = good & (getattr(lat, f"{metric}_s") <= limit_s)
+        good = good & (getattr(lat, f"{metric}_s") <= limit_s + TICK_S)
     return np.asarray(good)
 
 

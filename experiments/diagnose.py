@@ -224,7 +224,7 @@ class _Clinic:
             )
             after_s = self._figure(record)
             trial = Trial(
-                change, before_s, after_s, None, after_s <= self.target.limit_s, (), broken,
+                change, before_s, after_s, None, self.target.met(after_s), (), broken,
                 tuple(line.words for line in after_run(other, record)),
             )  # fmt: skip
             screened.append((trial, other))

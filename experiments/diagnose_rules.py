@@ -53,7 +53,7 @@ class Judged:
 
     @property
     def met(self) -> bool:
-        return bool(self.value_s <= self.slo.limit_s)
+        return self.slo.met(self.value_s)
 
     @property
     def stage(self) -> str:

@@ -37,7 +37,7 @@ function breaks(i) {
     if (!limit || !known(limit.ms)) continue;
     const key = `${limit.statistic}_${metric}_ms`, v = value(key, i);
     if (!known(v)) found.push(`no ${label(key)}`);
-    else if (v > limit.ms) found.push(`${label(key)} ${fmt(v)} is over ${fmt(limit.ms)}`);
+    else if (v > limit.ms + 1e-6) found.push(`${label(key)} ${fmt(v)} is over ${fmt(limit.ms)}`);
   }
   const failed = value("failed", i);
   if (failed > 0) found.push(`${fmt(failed)} requests failed`);

@@ -31,7 +31,7 @@ from sim.latency import (
     token_seconds,
 )
 from sim.record import Floats, RunRecord, Status, Tenant
-from sim.slo import Goodput, Slo
+from sim.slo import TICK_S, Goodput, Slo
 from sim.streaming import Perception, perception
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ def slo_outcomes(record: RunRecord, slos: Sequence[Slo]) -> tuple[SloOutcome, ..
             value_s = percentile_s(pools["itl"], slo.percentile)
         else:
             value_s = percentile_s(pooled(np.where(rejected, np.inf, served[slo.metric])), slo.percentile)
-        outcomes.append(SloOutcome(slo, value_s, bool(value_s <= slo.limit_s)))
+        outcomes.append(SloOutcome(slo, value_s, slo.met(value_s)))
     return tuple(outcomes)
 
 
@@ -320,7 +320,7 @@ def _good(record: RunRecord, lat: Latencies, common: Goodput) -> tuple[Bools, di
         has_limit = ~np.isnan(limit_s)
         if not has_limit.any():
             continue
-        kept = finished & (~has_limit | (values_s <= limit_s))
+        kept = finished & (~has_limit | (values_s <= limit_s + TICK_S))
         by_metric[name] = _share(int((kept & has_limit).sum()), int(has_limit.sum()))
         good &= kept
     return good, by_metric, bool(by_metric)

@@ -15,6 +15,9 @@ from serving.errors import UsageError, nearest
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
+TICK_S = 1e-9
+"""A latency is a difference of two times of a clock of 64 bits: what exceeds a limit by no more than this is rounding."""
+
 _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?|100)")
 
 
@@ -27,6 +30,10 @@ class Slo:
     metric: str
     """One of `METRICS`."""
     limit_s: float
+
+    def met(self, value_s: float) -> bool:
+        """Whether a statistic of this value, in seconds, keeps the limit; NaN does not."""
+        return bool(value_s <= self.limit_s + TICK_S)
 
     @property
     def name(self) -> str:

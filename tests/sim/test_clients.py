@@ -15,6 +15,7 @@ from sim.latency import inter_token_gaps, latencies, stage_times, token_seconds
 from sim.metrics import summarise
 from sim.network import Network, delivering
 from sim.record import RunRecord, Status, Tenant
+from sim.slo import Goodput, Slo
 from sim.verdict import what_bounds
 from sim.workload.types import Workload
 from sim.world import Frontend, run_world
@@ -304,3 +305,20 @@ def test_a_verdict_names_the_clients_where_they_take_most_of_the_time() -> None:
     assert bound.share == pytest.approx(1 / (6 + 1))
     quick = run(workload, Network(clients=1))
     assert what_bounds(quick, summarise(quick)).kind == "decode_bandwidth"
+
+
+def test_who_reads_as_fast_as_the_limit_keeps_it() -> None:
+    """A reader of 20 tokens a second has a TPOT of 50 ms; that of a late hour is rounded, up for some."""
+    fast = LinearPricer(fixed_s=0.01, token_s=0.0, context_s=0.0)
+    workload = make_workload([1e5 + 13.7 * i for i in range(20)], [10] * 20, [41] * 20)
+    exact, slower = (
+        summarise(
+            run(workload, Network(reader_tokens_per_s=pace), pricer=fast),
+            slos=(Slo("max", "tpot", 0.05),),
+            goodput=Goodput(tpot_s=0.05),
+        )
+        for pace in (20, 19.999)
+    )
+    assert exact.slos[0].value_s > 0.05
+    assert [s.slos[0].met for s in (exact, slower)] == [True, False]
+    assert [s.slo_attainment for s in (exact, slower)] == [1.0, 0.0]
