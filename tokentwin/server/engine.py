@@ -312,9 +312,9 @@ class EngineBackend:
         """Called in the engine's thread; the loop is woken once for all that waits."""
 
         def listen(output: Output) -> None:
-            first = not self._outbox
             self._outbox.append((take, output, self._boundaries.now_s))
-            if first:
+            # Asked afterwards, so that what the loop empties meanwhile leaves nothing behind that nobody fetches.
+            if len(self._outbox) == 1:
                 self._call(self._deliver)
 
         return listen
@@ -327,9 +327,13 @@ class EngineBackend:
 
     def _deliver(self) -> None:
         """On the loop: outputs into their mailboxes."""
-        while self._outbox:
-            take, output, now_s = self._outbox.popleft()
-            take(output, now_s)
+        try:
+            while self._outbox:
+                take, output, now_s = self._outbox.popleft()
+                take(output, now_s)
+        finally:
+            if self._outbox:  # one that could not be delivered holds up nobody else
+                self._call(self._deliver)
 
     def _take(self, submission: _Submission, output: Output, now_s: float) -> None:
         index, count = output.index, len(output.token_ids)

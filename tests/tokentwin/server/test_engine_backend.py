@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+from serving.config import SchedulerConfig
 from tests.realengine.engines import running as running_engine
 from tests.realengine.engines import tiny_model
 from tests.tokentwin.server.harness import PATIENCE_S, Running, events, serving, until
@@ -107,6 +110,48 @@ def test_a_client_that_leaves_frees_its_pages(asynchronous: bool) -> None:
         assert scheduler.used_pages == 0
         scheduler.check()
         assert ask(server)["usage"]["completion_tokens"] == 12
+
+
+class Outbox(deque[Any]):
+    """The loop empties it just before something is put in."""
+
+    loop: Callable[[], None] = staticmethod(lambda: None)
+
+    def append(self, item: Any) -> None:
+        self.loop()
+        super().append(item)
+
+
+def handing_over() -> tuple[EngineBackend, list[Callable[[], None]]]:
+    """A backend without an engine, and what the loop was asked to call."""
+    backend = EngineBackend(SimpleNamespace(config=SchedulerConfig(8)), None, model="", root="")  # type: ignore[arg-type]
+    asked: list[Callable[[], None]] = []
+    backend._call, backend._boundaries = asked.append, SimpleNamespace(now_s=0.0)  # type: ignore[assignment,method-assign]
+    return backend, asked
+
+
+def test_an_output_that_comes_while_the_loop_empties_the_outbox_is_fetched() -> None:
+    backend, asked = handing_over()
+    outbox = backend._outbox = Outbox()
+    got: list[Any] = []
+    listen = backend._listener(lambda output, now_s: got.append(output))
+    listen("a")  # type: ignore[arg-type]
+    outbox.loop = asked[0]  # type: ignore[method-assign]
+    listen("b")  # type: ignore[arg-type]
+    assert got == ["a"]
+    asked[1]()
+    assert got == ["a", "b"]
+
+
+def test_an_output_that_cannot_be_delivered_holds_up_nobody_else() -> None:
+    backend, asked = handing_over()
+    got: list[Any] = []
+    backend._listener(lambda output, now_s: got.append(1 / 0))("a")  # type: ignore[arg-type]
+    backend._listener(lambda output, now_s: got.append(output))("b")  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        asked[0]()
+    asked[1]()
+    assert got == ["b"]
 
 
 def test_a_full_queue_is_429() -> None:
