@@ -252,7 +252,11 @@ def summarise(
             _tenant(record, lat, index, good, limited, percentiles, per_second, goodput or Goodput())
             for index in range(len(record.tenants))
         ),
-        warnings=(*record.warnings, *_thin_percentiles(status[Status.FINISHED], percentiles)),
+        warnings=(
+            *record.warnings,
+            *_thin_percentiles(status[Status.FINISHED], percentiles),
+            *_empty_promises(stats["tpot"].max_s, slos),
+        ),
         errors=status[Status.FAILED],
         drafts=record.drafts,
         beams=record.beams,
@@ -425,6 +429,16 @@ def _thin_percentiles(count: int, percentiles: Sequence[float]) -> tuple[str, ..
         return ()
     names = ", ".join(f"P{p:g}" for p in thin)
     return (f"{names} of {count} requests is little more than the maximum; use more requests",)
+
+
+def _empty_promises(longest_tpot_s: float, slos: Sequence[Slo]) -> tuple[str, ...]:
+    """What says nothing where every answer is shown at its end, as of beam searches and best-of."""
+    empty = [slo.label for slo in slos if slo.metric in ("tpot", "itl")]
+    if not empty or not longest_tpot_s <= TICK_S:
+        return ()
+    return (
+        f"{', '.join(empty)}: every answer comes whole, which a limit on tokens' pace says nothing of; limit E2EL",
+    )
 
 
 def _mean(values: Floats) -> float:

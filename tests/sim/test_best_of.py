@@ -15,6 +15,7 @@ from serving.errors import UsageError
 from sim.best_of import check_best_of
 from sim.metrics import summarise
 from sim.record import RunRecord, Status
+from sim.slo import Slo
 from sim.workload import load_workload
 from sim.workload.flags import spec_from_flags
 from sim.workload.types import Workload
@@ -149,3 +150,10 @@ def test_what_is_not_modelled_is_refused() -> None:
             check_best_of(workload, **what)
     with pytest.raises(UsageError, match="--beam-width"):
         check_best_of(replace(workload, beam_width=np.array([2], np.int64)))
+
+
+def test_a_limit_on_the_pace_of_an_answer_that_comes_whole_is_told_to_be_empty() -> None:
+    slos = (Slo("p95", "tpot", 0.05), Slo("p95", "itl", 0.05), Slo("p95", "e2el", 5.0))
+    whole, streamed = (summarise(alone(count, 37, 20), slos=slos).warnings for count in (3, 1))
+    assert [line for line in whole if "comes whole" in line and line.startswith("P95 TPOT, P95 ITL: ")]
+    assert not [line for line in streamed if "comes whole" in line]
