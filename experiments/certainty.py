@@ -68,15 +68,21 @@ def _shares(interval: Interval) -> dict[str, float]:
     }
 
 
+def ends_ms(interval: Interval) -> str:
+    """`4.989 to 24,140`: seconds in ms, to four digits or all of a larger whole number."""
+    ends = (1000 * interval.low, 1000 * interval.high)
+    low, high = (f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in ends)
+    return f"{low} to {high}"
+
+
 def doubts(verdict: Verdict, certainty: Certainty | None) -> list[str]:
     """A sentence for each SLO whose limit lies within the interval of its figure."""
     lines = []
     for slo in (outcome.slo for outcome in verdict.slos):
         interval = None if certainty is None else certainty.interval(slo.name)
         if interval is not None and interval.low <= slo.limit_s < interval.high:
-            low, high = (f"{1000 * value:,.4g}" for value in (interval.low, interval.high))
             lines.append(
-                f"Not certain: the 95% interval of {slo.label}, {low} to {high} ms, contains the limit."
+                f"Not certain: the 95% interval of {slo.label}, {ends_ms(interval)} ms, contains the limit."
             )
     return lines
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import report_figures as figures
 from experiments.beams import beam_rows, candidate_rows
-from experiments.certainty import THIN_MARK, certainty_lines, doubts, headline_rows
+from experiments.certainty import THIN_MARK, certainty_lines, doubts, ends_ms, headline_rows
 from experiments.drafts import draft_rows
 from experiments.fleet_report import fleet_rows, replicas_over_time
 from experiments.gap_figures import itl_ecdf
@@ -82,8 +82,8 @@ def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> li
     """The pictures, in reading order. Those without anything to show are left out."""
     out: list[Panel] = []
     if summary.completed:
-        window = figures.window_s(record)
-        every = "minute" if window == 60 else f"{window:.3g} s"
+        window = figures.window_s(record, figures.LEAST)
+        every = "minute" if window == 60 else f"{window:.3g} s" if window < 100 else f"{window:,.0f} s"
         out += [
             (
                 "Time to first token",
@@ -225,7 +225,7 @@ def _certainty(certainty: Certainty) -> str:
 def _between(certainty: Certainty | None, name: str) -> str:
     """A card's 95 % interval in ms, or nothing."""
     interval = None if certainty is None else certainty.interval(name)
-    return "" if interval is None else f" [{interval.low * 1000:,.4g} to {interval.high * 1000:,.4g}]"
+    return "" if interval is None else f" [{ends_ms(interval)}]"
 
 
 def _cards(s: Summary, certainty: Certainty | None = None) -> str:

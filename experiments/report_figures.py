@@ -245,11 +245,16 @@ def throughput_over_time(record: RunRecord) -> Figure:
     return fig.update_xaxes(title_text=at.title, row=row + 1, col=1)
 
 
-def window_s(record: RunRecord) -> float:
-    """A minute, or a thirtieth of a run shorter than ten minutes."""
+LEAST = 10
+"""Requests that a window's P95 should be of; those with fewer than five are left out."""
+
+
+def window_s(record: RunRecord, least: int = 0) -> float:
+    """A minute, or a thirtieth of a run shorter than ten minutes; longer to hold `least` requests on average."""
     at = clock(record)
     span_s = at.to_s - at.from_s
-    return 60.0 if span_s >= 600 else max(span_s / 30, 1e-3)
+    usual_s = 60.0 if span_s >= 600 else span_s / 30
+    return max(usual_s, min(least / max(len(record.requests), 1), 1.0) * span_s, 1e-3)
 
 
 def p95_over_time(record: RunRecord, summary: Summary) -> Figure:
@@ -260,7 +265,7 @@ def p95_over_time(record: RunRecord, summary: Summary) -> Figure:
     for row, (metric, values_s, colour) in enumerate(
         (("ttft", lat.ttft_s, theme.BLUE), ("tpot", tpot_s, theme.GREEN)), 1
     ):
-        t, p95 = percentile_by_window(r.sent_s, values_s * 1000, window_s(record), at.from_s, 95)
+        t, p95 = percentile_by_window(r.sent_s, values_s * 1000, window_s(record, LEAST), at.from_s, 95)
         style = {"mode": "lines+markers", "line": {"color": colour}, "marker": {"size": 4}}
         fig.add_scatter(x=at(t), y=p95, name=f"P95 {metric.upper()}", row=row, col=1, **style)
         for slo in (o.slo for o in summary.slos if o.slo.metric == metric):

@@ -107,7 +107,7 @@ def saturation(record: RunRecord) -> Saturation:
     if last_s <= first_s:
         return Saturation(Load.INCONCLUSIVE, "all requests arrived at once, which is a batch and not a load")
     if warmup_s > (last_s - first_s) / 2 or arrivals < MIN_ARRIVALS:
-        needed = f"{MIN_ARRIVALS} arrivals after the warm-up of {warmup_s:.3g} s"
+        needed = f"{MIN_ARRIVALS} arrivals after the warm-up of {warmup_s:,.{0 if warmup_s >= 100 else 2}f} s"
         return Saturation(Load.INCONCLUSIVE, f"too short to tell: needs at least {needed}")
     edges_s = np.linspace(from_s, last_s, NUM_BATCHES + 1)
     gone_s = np.where(r.status == Status.FINISHED, r.last_token_s, np.nan)

@@ -9,12 +9,13 @@ from functools import lru_cache
 import pytest
 from rich.console import Console
 
-from experiments.certainty import bracket, certainty_lines, interval_keys
+from experiments.certainty import bracket, certainty_lines, ends_ms, interval_keys
 from experiments.console import print_run
 from experiments.report import report_html
 from experiments.results import result_json
 from sim.certainty import Certainty, assess, default_replications
 from sim.deployment import Deployment, build, simulate
+from sim.intervals import Interval
 from sim.metrics import Summary, summarise
 from sim.record import RunRecord
 from sim.slo import Goodput
@@ -126,3 +127,7 @@ def test_an_interrupt_keeps_the_run_and_says_that_intervals_are_missing(
     judged.cache_clear()
     assert sure.interrupted
     assert "Interrupted before intervals were known." in certainty_lines(sure)
+
+
+def test_ends_of_a_second_and_more_are_whole_ms() -> None:
+    assert ends_ms(Interval(1.0, 0.004989, 24.1404, 1.0, 0.0, 0.0)) == "4.989 to 24,140"

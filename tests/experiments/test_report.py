@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.report import report_html, write_report
-from experiments.report_figures import Roofline
+from experiments.report_figures import Roofline, p95_over_time, window_s
 from serving.errors import UsageError
 from sim.metrics import summarise
 from sim.record import RunRecord, Tenant
@@ -112,3 +112,11 @@ def test_a_browser_draws_every_picture_without_an_error(run: RunRecord, tmp_path
     assert len(drawn) == pictures
     assert "CONSOLE" not in out.stderr, [line for line in out.stderr.splitlines() if "CONSOLE" in line]
     assert "data-error" not in out.stdout.split("<head>")[0]
+
+
+@pytest.mark.parametrize("count", [3, 12, 60, 400])
+def test_a_few_requests_have_a_p95_over_time_too(count: int) -> None:
+    few = toy_run(np.arange(count) * 1.0, [100] * count, [20] * count)
+    assert window_s(few, 10) >= window_s(few)
+    drawn = [trace for trace in p95_over_time(few, summarise(few)).data if trace.name == "P95 TTFT"]
+    assert sum(len(trace.x) for trace in drawn) >= min(count // 10, 1)
