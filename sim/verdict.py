@@ -171,10 +171,11 @@ def _slo_sentence(outcome: SloOutcome) -> str:
             return f"Misses {slo.label} ≤ {limit}: no request gives a value for it."
         return f"Misses {slo.label} ≤ {limit}: too many requests were rejected to have a value."
     value = f"{outcome.value_s * 1000:.4g} ms" if outcome.value_s < 10 else f"{outcome.value_s:,.1f} s"
+    away = f"{abs(outcome.headroom):.0%}" if abs(outcome.headroom) >= 0.01 else "under 1%"
     if outcome.met:
-        return f"Meets {slo.label} ≤ {limit}: it is {value}, {outcome.headroom:.0%} below the limit."
+        return f"Meets {slo.label} ≤ {limit}: it is {value}, {away} below the limit."
     times = outcome.value_s / slo.limit_s
-    over = f"{times:,.0f} times the limit" if times >= 10 else f"{-outcome.headroom:.0%} above the limit"
+    over = f"{times:,.0f} times the limit" if times >= 10 else f"{away} above the limit"
     return f"Misses {slo.label} ≤ {limit}: it is {value}, {over}."
 
 

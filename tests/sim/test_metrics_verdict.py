@@ -125,3 +125,16 @@ def test_a_gross_miss_is_told_in_seconds_and_times() -> None:
     )  # each takes 110 + 190 ms: 60 s in all
     v = verdict(run, summarise(run), parse_slo(["p50_ttft:100"]))
     assert v.sentences[0] == "Misses P50 TTFT ≤ 100 ms: it is 30.0 s, 300 times the limit."
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [("9.9999", "under 1% above"), ("10", "under 1% below"), ("8", "25% above"), ("20", "50% below")],
+)
+def test_what_lies_at_its_limit_is_not_zero_percent_off(limit: str, words: str) -> None:
+    run = toy_run(np.arange(100) * 1.0, [10] * 100, [20] * 100)  # a further token takes 10 ms, always
+    assert (
+        verdict(run, summarise(run, slos=parse_slo([f"p95_tpot:{limit}"])))
+        .sentences[0]
+        .endswith(f"it is 10 ms, {words} the limit.")
+    )
