@@ -44,6 +44,8 @@ def capacity_lines(
         lines += _wrap(target_sentence(found, target, num_replicas(d)))
     if found.trials:
         lines += [" Tested ".center(WIDTH, "="), *_table(found.trials, found.variable)]
+        if found.variable != "rate_scale":  # a trace is judged whole
+            lines += _wrap("Figures are of each run's middle; reports count its warm-up and drain too.")
     for extrapolation in extrapolations[:3]:
         lines += _wrap(f"Not measured: {extrapolation.words}.")
     if again:

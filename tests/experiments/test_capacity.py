@@ -258,6 +258,7 @@ def test_the_command_answers_in_eighty_columns_and_in_files(
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith("Wrote"))
     assert "NOT sustained" in out
+    assert "each run's middle" in out
     answer = json.loads((tmp_path / "capacity.json").read_text())
     assert answer["capacity"] > 1
     assert answer["target_sustained"] is False
