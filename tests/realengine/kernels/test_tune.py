@@ -24,7 +24,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_default_is_the_first_of_the_newest_architecture_not_newer_than_the_device() -> None:
     assert tune.tile_for("norm", "d64", TILES, DEVICE) == Tile(16, 16, 4, 1)
-    assert tune.tile_for("norm", "d64", TILES, Device("newer", 120, 100)) == Tile(16, 64, 4, 1)
+    assert tune.tile_for("norm", "d64", TILES, Device("newer", 100, 100)) == Tile(16, 64, 4, 1)
+    assert tune.tile_for("norm", "d64", TILES, Device("desktop", 120, 188)) == Tile(16, 16, 4, 1)
 
 
 def test_a_measured_tile_is_kept_on_disk_for_its_device_case_and_source(
