@@ -42,7 +42,7 @@ DEVICES = {
     100: Device("sm_100", 100, 148),
 }
 SHARED_LIMIT = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Bytes of shared memory that one program can have. The tiles for 8.0 also serve 8.6, 8.9 and 12.x, which have less than it."""
+"""Bytes of shared memory that a program can have. Tiles for 8.0 serve 8.6, 8.9 and 12.x too, which have less than 8.0."""
 BF16, F32, I32, I64, I8, U8 = (
     torch.bfloat16,
     torch.float32,

@@ -37,8 +37,8 @@ def tile_for(kernel: str, case: str, tiles: Tiles, device: Device) -> Tile:
 def candidates(tiles: Tiles, device: Device) -> list[Tile]:
     """The list of the newest architecture that is not newer than the device.
 
-    Blackwell's desktop and workstation cards (12.x) have Ada's shared memory, 99 KiB a thread block, and take Ada's tiles:
-    Hopper's need up to 227 KiB (CUDA C++ Programming Guide, technical specifications per compute capability).
+    Blackwell's desktop and workstation cards (12.x) have Ada's shared memory, 99 KiB a thread block, and take Ada's
+    tiles: Hopper's need up to 227 KiB (CUDA C++ Programming Guide, technical specifications per compute capability).
     """
     like = 89 if device.arch >= 120 else device.arch
     return tiles[max(arch for arch in tiles if arch <= like)]

@@ -282,7 +282,10 @@ def test_the_command_fits_the_terminal_and_writes_reports(
     [
         (["--slo", "chat"], "no rate to plan for"),
         (["--request-rate", "5"], "no promise to keep"),
-        (["--request-rate", "5", "--slo", "chat", "--gpus", "h300"], "--gpus 'h300' is not a shipped profile"),
+        (
+            ["--request-rate", "5", "--slo", "chat", "--gpus", "h300"],
+            "--gpus 'h300' is not a shipped profile",
+        ),
         (["--request-rate", "5", "--slo", "chat", "--price", "h100=1", "--gpus", "h200"], "no price"),
         (["--request-rate", "5", "--slo", "chat", "--tp-sizes", "two"], "not a whole number"),
         (

@@ -267,9 +267,7 @@ def test_prefill_on_one_device_and_decode_on_stages() -> None:
     assert (record.requests.status == Status.FINISHED).all()
     assert [pool.deployment.gpus_per_replica for pool in built.pools] == [1, 2]
     assert num_gpus(built.deployment) == 3
-    with pytest.raises(
-        UsageError, match=r"pool y: --pipeline-parallel-size must be in 1\.\.28, not 40"
-    ):
+    with pytest.raises(UsageError, match=r"pool y: --pipeline-parallel-size must be in 1\.\.28, not 40"):
         build(
             Deployment.model_validate(
                 {**FLEET, "pools": [PLAIN, {"name": "y", "weight": 1, "pipeline_parallel_size": 40}]}

@@ -262,7 +262,10 @@ def test_a_trace_with_a_rate_gives_its_lengths_alone(azure: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("tenant", "message"),
     [
-        ({"arrivals": {"rate_scale": 2}}, "arrivals.rate_scale scales a trace's own times and lengths has none"),
+        (
+            {"arrivals": {"rate_scale": 2}},
+            "arrivals.rate_scale scales a trace's own times and lengths has none",
+        ),
         ({"arrivals": {"duration_s": 2}}, "duration_s needs times"),
         ({"arrivals": {"request_rate": 0.01, "duration_s": 2}}, "no request is sent"),
         ({"arrivals": {"request_rate": 1e9, "duration_s": 1e9}}, "more than"),
