@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from experiments.observed import ALERTS, UTILISATION
 from experiments.utilisation import twin_work, utilisation
@@ -15,7 +15,7 @@ from serving.errors import UsageError
 from sim.certainty import assess
 from sim.deployment import Built, Deployment, build
 from sim.deployment import simulate as simulate_deployment
-from sim.fleet.build import field_names, most_replicas, num_replicas
+from sim.fleet.build import most_replicas, num_replicas
 from sim.fleet.spec import set_by_all
 from sim.hull import before_run, check_strict
 from sim.latency import DEFAULT_PERCENTILES
@@ -135,7 +135,7 @@ def make_deployment(flags: Mapping[str, Any], base: Deployment | None = None) ->
     try:
         made = Deployment.model_validate(content)
     except ValidationError as error:
-        raise UsageError(explain(error, _flag_of, field_names)) from None
+        raise UsageError(explain(error, _flag_of, keys_at)) from None
     if "pools" in given and not made.pools:
         raise UsageError(
             "--pools: the list is empty; name a pool, such as [{gpu: h200, replicas: 2}], or leave it out"
@@ -150,6 +150,20 @@ def _flag_of(location: Location) -> str:
         return ""
     inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:])
     return "--" + str(location[0]).replace("_", "-") + inner
+
+
+def keys_at(place: Location) -> set[str]:
+    """Keys of the mapping at a place in a deployment, such as ("network", "tenants", "chat")."""
+    model: type[BaseModel] = Deployment
+    parts = iter(place)
+    for part in parts:
+        kind: Any = model.model_fields[str(part)].annotation
+        while not isinstance(kind, type) or not issubclass(kind, BaseModel):
+            if get_origin(kind) in (dict, tuple):
+                next(parts, None)  # a name or a number, which is no field
+            kind = next(each for each in reversed(get_args(kind)) if each not in (type(None), Ellipsis))
+        model = kind
+    return set(model.model_fields)
 
 
 def make_spec(flags: Mapping[str, Any]) -> WorkloadSpec:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
 from costmodel.pricer import graph_sizes
 from costmodel.prices import Prices
 from serving.errors import UsageError
 from serving.policies import BatchPolicy
-from sim import admission, network
-from sim.fleet import spec
 from sim.fleet.plan import FleetPlan, PoolPlan
 from sim.fleet.spec import ColdStart, Pool
 from sim.router import PrefixHash, check_router
@@ -23,17 +19,6 @@ if TYPE_CHECKING:
 
 FLEET_FIELDS = ("pools", "autoscaler", "cold_start", "failures", "admission", "kv_transfer")
 """Fields of a deployment that are mappings: YAML in a file, JSON on the command line."""
-
-
-def field_names() -> set[str]:
-    """Every key that the mappings may have."""
-    return {
-        name
-        for module in (spec, admission, network)
-        for each in vars(module).values()
-        if isinstance(each, type) and issubclass(each, BaseModel)
-        for name in each.model_fields
-    }
 
 
 def is_fleet(d: Deployment) -> bool:

@@ -95,11 +95,11 @@ def dotted(location: Location) -> str:
 def explain(
     error: ValidationError,
     name_of: Callable[[Location], str] = dotted,
-    names: Callable[[], set[str]] | None = None,
+    keys_at: Callable[[Location], set[str]] | None = None,
 ) -> str:
     """The first problem of a validation error in one line, an unknown key before all others.
 
-    `name_of` names its place for the user; `names` are what keys may be called.
+    `name_of` names its place for the user; `keys_at` are the keys that the mapping at a place may have.
     """
     first = first_problem(error)
     place = name_of(first["loc"])
@@ -117,9 +117,11 @@ def explain(
     )
     if kind == "extra_forbidden":
         key = str(first["loc"][-1])
+        if keys_at is not None:
+            mapping = first["loc"][:-1]
+            return f"unknown key {key!r} in {name_of(mapping)}; {nearest(key, keys_at(mapping))}"
         where = f"{dotted(first['loc'])}" if name_of is dotted else f"{key!r} in {place}"
-        hint = "" if names is not None else _place_of(key)
-        return f"unknown key {where}; {hint or nearest(key, (names or _field_names)())}"
+        return f"unknown key {where}; {_place_of(key) or nearest(key, _field_names())}"
     if kind == "missing":
         return f"{place} is missing; add it"
     if kind == "union_tag_invalid":
