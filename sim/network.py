@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -122,7 +122,10 @@ class Network(Way):
         return Way(**{**self.model_dump(include=set(Way.model_fields)), **own})
 
     def ways(self, tenants: Sequence[Tenant]) -> list[Line]:
-        """The way of each tenant in plain units. Raises `UsageError` for a name that no tenant has."""
+        """The way of each tenant in plain units. Raises `UsageError` for a name that no tenant has.
+
+        So it does for round trips to leave out where there are none.
+        """
         known = {name for tenant in tenants for name in (tenant.name, tenant.slo_class) if name}
         for name in self.tenants:
             if name not in known:
@@ -133,6 +136,10 @@ class Network(Way):
         for tenant in tenants:
             own = self.tenants.get(tenant.name) or self.tenants.get(tenant.slo_class) or self
             out.append(self._line(self.merged(own), tenant))
+        if "rtt" in self.without and not any(line.rtt_s for line in out):
+            raise UsageError("--network: without: rtt is not there to be left out; set rtt_ms or drop it")
+        if "rtt" in self.without:
+            out = [replace(line, rtt_s=0.0) for line in out]
         if self.shared and len({line.rtt_s for line in out}) > 1:
             raise UsageError("--network: shared: the workload's tenants differ in rtt_ms; set rtt_ms for all")
         return out
@@ -148,7 +155,7 @@ class Network(Way):
         rtt_s = tenant.rtt_s if way.rtt_ms is None else way.rtt_ms / 1e3
         free = "connections" in off
         return Line(
-            rtt_s=0.0 if "rtt" in off else rtt_s,
+            rtt_s=rtt_s,
             down_s_per_byte=down,
             up_s_per_byte=up,
             clients=way.clients,
@@ -215,6 +222,11 @@ def check_network(d: Deployment) -> None:
         )
     if d.network is None:
         return
+    if "gateway" in d.network.without and not (d.network.gateway_event_us or d.frontend_overhead_ms):
+        raise UsageError(
+            "--network: without: gateway is not there to be left out; set gateway_event_us or "
+            "--frontend-overhead-ms, or drop it"
+        )
     if d.failures is not None:
         raise UsageError(
             "--network does not follow requests that begin again; leave --failures or --network out"

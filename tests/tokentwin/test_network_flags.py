@@ -21,6 +21,11 @@ SLOW_APP = {"clients": 1, "protocol": "http/1.1-pipelined", "reader_tokens_per_s
     ("network", "said"),
     [
         ("{bandwith_mbit_s: 5}", "did you mean 'bandwidth_mbit_s'"),
+        ("{rtt: 5}", "unknown key 'rtt' in --network; did you mean 'rtt_ms'?"),
+        (
+            "{tenants: {clients: {rtt: 5}}}",
+            "unknown key 'rtt' in --network.tenants.clients; did you mean 'rtt_ms'?",
+        ),
         ("{protocol: http/3}", "--network.protocol: must be"),
         ("{protocol: http/1.1}", "protocol has an effect only with clients"),
         ("{clients: 2, connections: 3}", "connections has an effect only with protocol http/1.1"),
@@ -30,6 +35,9 @@ SLOW_APP = {"clients": 1, "protocol": "http/1.1-pipelined", "reader_tokens_per_s
         ),
         ("{tenants: {defalt: {rtt_ms: 5}}}", "no tenant or class is called 'defalt'; did you mean 'default'"),
         ("{rtt_ms: 5, without: reader}", "reader is not there to be left out"),
+        ("{without: rtt}", "rtt is not there to be left out; set rtt_ms or drop it"),
+        ("{rtt_ms: 0, without: [rtt]}", "rtt is not there to be left out"),
+        ("{rtt_ms: 5, without: gateway}", "gateway is not there to be left out; set gateway_event_us"),
         ("{buffer_kib: 5}", "buffer_kib has an effect only with reader_tokens_per_s or bandwidth_mbit_s"),
         ("{send_timeout_s: 5}", "send_timeout_s has an effect only with buffer_kib"),
         ("{shared: true}", "shared has an effect only with clients"),
@@ -80,6 +88,15 @@ def test_the_engine_and_servers_have_a_network_of_their_own(tokentwin: Command) 
         "serve", "--engine", "twin", "--model", "llama-3.1-8b", "--stream-interval", "4", "--print-config"
     )
     assert "\nstream_interval: 4\n" in answer.out
+
+
+def test_the_round_trip_of_the_workload_can_be_left_out() -> None:
+    job = {"model": "llama-3.1-8b", "gpu": "h200", "dataset_name": "random", "isl": 200, "osl": 4, "num_prompts": 5,
+           "replications": 1, "rtt_ms": 40}  # fmt: skip
+    with_it = tt.simulate(**job, network={}).summary.stage_mean_s["network"]
+    without = tt.simulate(**job, network={"without": ["rtt"]}).summary.stage_mean_s["network"]
+    assert with_it == pytest.approx(0.04)
+    assert without == 0
 
 
 def test_a_printed_configuration_gives_the_same_run(tokentwin: Command, tmp_path: Path) -> None:
