@@ -59,9 +59,11 @@ def run_sweep(
     found = len(done)
     total = spec.num_runs * spec.search.trials if spec.search else len(make_tasks(spec, store.serving))
     failed = sum(row["status"] == "failed" for row in done.values())
+    folders: dict[str, None] = {}
 
     def complete(tasks: Sequence[Task]) -> None:
         nonlocal failed
+        folders.update(dict.fromkeys(task.folder for task in tasks))
         missing = [task for task in tasks if task.index not in done]
         with closing(_generator(backend.run(runner, spec.base, missing))) as outcomes:
             for task, outcome in outcomes:
@@ -82,7 +84,7 @@ def run_sweep(
         complete(make_tasks(spec, store.serving))
     else:
         _search(spec, spec.search, store, complete, done)
-    store.finish()
+    store.finish(folders)
     errors = [row["error"] for _, row in sorted(done.items()) if row["status"] == "failed"]
     return SweepEnd(total, failed, found, errors[0] if errors else "")
 

@@ -199,15 +199,16 @@ class Store:
         """A parameter's column: its name, or with a prefix where a figure has that name."""
         return f"param_{key}" if key in COLUMNS or key in FIXED else key
 
-    def finish(self) -> None:
-        """Write all rows into one file, and all results into vLLM's summary.csv."""
+    def finish(self, folders: Iterable[str]) -> None:
+        """Write all rows into one file, and all results into vLLM's summary.csv, in the order of `folders`."""
         rows = [row for _, row in sorted(self.done().items())]
         with writable(self.root):
             if rows:
                 self._parquet(rows, self.root / RESULTS)
             results = []
-            for path in sorted(self.root.glob(f"*/{SUMMARY}")):
-                results += json.loads(path.read_text(encoding="utf-8"))
+            for path in (self.root / folder / SUMMARY for folder in folders):
+                if path.exists():  # no run of a point may have ended well
+                    results += json.loads(path.read_text(encoding="utf-8"))
             if results:
                 write_whole(self.root / SUMMARY_CSV, _csv(results))
 

@@ -88,6 +88,18 @@ def test_the_tree_is_the_one_that_vllm_plots(folder: Path) -> None:
     assert {row["max_num_seqs"] for row in table} == {"2", "64"}
 
 
+def test_rows_of_the_summary_are_in_the_order_of_the_grid(folder: Path) -> None:
+    text = BASE + "grid: {max_num_seqs: [2, 16, 4], request_rate: [100, 50]}\n"
+    assert main(["sweep", str(write(folder, text)), "--num-runs", "2"]) == 0
+    with (folder / "results" / "s" / "summary.csv").open() as summary:
+        found = [
+            (row["max_num_seqs"], row["request_rate"], row["run_number"]) for row in csv.DictReader(summary)
+        ]
+    assert found == [
+        (seqs, rate, run) for seqs in ("2", "16", "4") for rate in ("100.0", "50.0") for run in ("0", "1")
+    ]
+
+
 def test_the_number_of_workers_changes_no_byte(folder: Path) -> None:
     path = write(folder, GRID)
     for jobs in ("1", "2"):
