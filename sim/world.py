@@ -376,8 +376,14 @@ class _World:
             else:
                 self._run_with_progress(until_s, progress)
         except KeyboardInterrupt:
+            self._stop(self.clock.now)
             return True
         return False
+
+    def _stop(self, at_s: float) -> None:
+        """The steps of leaps in progress that are over at `at_s` have happened."""
+        for replica in self.replicas if self.fleet is None else self.fleet.replicas:
+            replica.stop(at_s)
 
     def _run_to_the_end(self) -> None:
         step, done = self.clock.step, self._all_done
@@ -398,8 +404,7 @@ class _World:
                     told_s = now_s
                     progress(Progress(self.clock.now, self.done, len(self.workload), now_s - started_s))
         if until_s < math.inf and not done.processed:
-            for replica in self.replicas if self.fleet is None else self.fleet.replicas:
-                replica.stop(until_s)
+            self._stop(until_s)
         if progress is not None:
             wall_s = time.perf_counter() - started_s
             progress(Progress(self.clock.now, self.done, len(self.workload), wall_s))

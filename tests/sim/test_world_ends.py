@@ -86,6 +86,35 @@ def test_an_interrupted_run_says_how_many_requests_had_not_ended() -> None:
     assert run.warnings == ("2 of 3 requests had not ended when the run did",)
 
 
+class InterruptedAt(LinearPricer):
+    """Ctrl-C when a step with so many tokens is priced; every other takes a quarter of a second."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(0.25, 0.0, 0.0)
+        self.num_tokens = num_tokens
+
+    def step_s(self, num_tokens: int, *args: object) -> float:  # type: ignore[override]
+        if num_tokens == self.num_tokens:
+            raise KeyboardInterrupt
+        return super().step_s(num_tokens, *args)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fast_forward", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_an_interrupt_keeps_the_steps_that_were_over_on_other_replicas(
+    fast_forward: bool, asynchronous: bool
+) -> None:
+    config = replace(CONFIG, async_scheduling=asynchronous)
+    workload = make_workload([0.0, 10.1], [10, 77], [100, 5])
+    run = run_world(workload, config, InterruptedAt(77), num_replicas=2, fast_forward=fast_forward)
+    assert run.interrupted
+    assert_consistent(run, workload)
+    # The first replica gave a token each quarter of a second until the second got its request.
+    assert run.requests.output_tokens.tolist() == [40, 0]
+    assert run.end_s == 10.0
+    assert len(run.steps) == 40
+
+
 def test_an_interrupt_from_the_progress_callback_ends_the_run() -> None:
     def progress(told: Progress) -> None:
         raise KeyboardInterrupt
