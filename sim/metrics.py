@@ -406,7 +406,7 @@ def _occupancy(record: RunRecord, duration_s: float) -> dict[str, float]:
     s = record.steps
     length_s = s.end_s - s.start_s
     busy_s, wall_s = float(length_s.sum()), record.replica_s(duration_s)
-    out = {"gpu_busy": min(_share(float(s.gpu_s.sum()), wall_s), 1.0)}
+    out = {"gpu_busy": record.gpu_busy_share(duration_s)}
     for name, held, size in (
         ("batch", s.num_running, record.max_num_seqs),
         ("kv", s.used_pages, record.num_pages),

@@ -219,8 +219,21 @@ class RunRecord:
         """Replica-seconds in which requests could be served, in `duration_s` from the first request on."""
         if self.fleet is None or not len(self.requests):
             return duration_s * max(self.num_replicas, 1)
+        return float(self._serving_s(self.fleet, duration_s).sum())
+
+    def gpu_busy_share(self, duration_s: float) -> float:
+        """Device time of all steps over that of `duration_s` from the first request on, each replica times its GPUs."""
+        if self.fleet is None or not len(self.requests):
+            busy_s, wall_s = float(self.steps.gpu_s.sum()), self.replica_s(duration_s)
+        else:
+            gpus = self.fleet.per_replica("gpus_per_replica")
+            busy_s = float(np.dot(gpus[self.steps.replica], self.steps.gpu_s))
+            wall_s = float(np.dot(gpus, self._serving_s(self.fleet, duration_s)))
+        return min(busy_s / wall_s, 1.0) if wall_s > 0 else 0.0
+
+    def _serving_s(self, fleet: FleetRecord, duration_s: float) -> Floats:
         from_s = float(self.requests.sent_s.min())
-        return self.fleet.serving_s(from_s + duration_s) - self.fleet.serving_s(from_s)
+        return fleet.serving_s(from_s + duration_s) - fleet.serving_s(from_s)
 
     def total(self, name: str) -> int:
         """A limit such as num_pages summed over all replicas that ever were."""

@@ -79,9 +79,9 @@ class FleetRecord:
         out[np.arange(len(state)), state] += np.maximum(end_s - since, 0.0)
         return out
 
-    def serving_s(self, end_s: float) -> float:
-        """Replica-seconds in which requests could be served until `end_s`."""
-        return float(self.seconds(end_s)[:, [ReplicaState.READY, ReplicaState.DRAINING]].sum())
+    def serving_s(self, end_s: float) -> Floats:
+        """Replica-seconds in which requests could be served until `end_s`, per replica."""
+        return np.asarray(self.seconds(end_s)[:, [ReplicaState.READY, ReplicaState.DRAINING]].sum(axis=1))
 
     def paid_s(self, end_s: float) -> Floats:
         """Replica-seconds that somebody pays for, per replica."""
