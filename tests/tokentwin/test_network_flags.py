@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 import tokentwin as tt
 from sim.deployment import Deployment
+from sim.workload import load_workload, read_workload_file, sample_path
 from tests.tokentwin.shell import Command
 
 RUN = ("--model", "llama-3.1-8b", "--gpu", "h200", "--dataset-name", "random", "--isl", "200", "--osl", "40",
@@ -97,6 +99,16 @@ def test_the_round_trip_of_the_workload_can_be_left_out() -> None:
     without = tt.simulate(**job, network={"without": ["rtt"]}).summary.stage_mean_s["network"]
     assert with_it == pytest.approx(0.04)
     assert without == 0
+
+
+def test_readers_of_the_example_do_not_break_limits_on_their_own() -> None:
+    path = Path(__file__).parents[2] / "docs" / "examples" / "network.yaml"
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    readers = config["network"]["tenants"]
+    workload = load_workload(read_workload_file(sample_path(config["dataset_name"])), seed=0)
+    tenants = {tenant.name: tenant for tenant in workload.tenants}
+    for name, way in readers.items():
+        assert 1 / way["reader_tokens_per_s"] < (tenants[name].goodput_tpot_s or math.inf)
 
 
 def test_a_printed_configuration_gives_the_same_run(tokentwin: Command, tmp_path: Path) -> None:
