@@ -58,12 +58,8 @@ def bounds_of(built: Built, workload: Workload) -> Bounds:
     work_s = np.maximum((flops + decode_flops * np.maximum(output - 1, 0)) / peak, own_bytes / bandwidth)
     tpot_s = np.where(output > 1, step_s, np.nan)
     e2el_s = prefill_s + step_s * np.maximum(output - 1, 0)
-    ttft_s = prefill_s
-    for several, least in ((workload.beam_width, 0), (workload.best_of, 1)):
-        if several is not None:
-            # Beam searches and best-of show all of an answer at once.
-            whole = several > least
-            ttft_s, tpot_s = np.where(whole, e2el_s, ttft_s), np.where(whole, 0.0, tpot_s)
+    whole = workload.come_whole()
+    ttft_s, tpot_s = np.where(whole, e2el_s, prefill_s), np.where(whole, 0.0, tpot_s)
     return Bounds(ttft_s, tpot_s, e2el_s, float(work_s.mean()))
 
 

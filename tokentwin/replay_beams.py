@@ -137,11 +137,7 @@ def fold(
     table: RequestTable, tokens: TokenRanges, workload: Workload, shown: Mapping[int, int]
 ) -> tuple[RequestTable, TokenRanges]:
     """One row for each request, where a search or best-of has made many; `shown` counts tokens of those that are over."""
-    several = np.zeros(len(workload), np.bool_)
-    if workload.beam_width is not None:
-        several |= workload.beam_width > 0
-    if workload.best_of is not None:
-        several |= workload.best_of > 1
+    several = workload.come_whole()
     order = np.argsort(table.request_id, kind="stable")
     ids, starts = np.unique(table.request_id[order], return_index=True)
     groups = np.split(order, starts[1:])

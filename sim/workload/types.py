@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sim.record import Floats, Ints, Tenant
 
@@ -58,6 +59,22 @@ class Workload:
 
     def __len__(self) -> int:
         return len(self.sent_s)
+
+    def come_whole(self) -> npt.NDArray[np.bool_]:
+        """For each request whether its answer is shown all at once: of beam searches and best-of."""
+        whole = np.zeros(len(self), np.bool_)
+        if self.beam_width is not None:
+            whole |= self.beam_width > 0
+        if self.best_of is not None:
+            whole |= self.best_of > 1
+        return whole
+
+    def engine_requests(self) -> Ints:
+        """For each request how many it is to the engine: a search of w hypotheses 1 + w (tokens - 1), best-of k is k."""
+        count = np.ones(len(self), np.int64) if self.best_of is None else np.maximum(self.best_of, 1)
+        if self.beam_width is not None:
+            count = np.where(self.beam_width > 0, 1 + self.beam_width * (self.output_tokens - 1), count)
+        return count
 
     def conversations(self) -> tuple[Ints, Ints]:
         """For each request the row that began its conversation and its turn from 0; row -1 where it is no turn of any."""
