@@ -15,6 +15,7 @@ import numpy as np
 
 from costmodel.prices import Prices
 from experiments.capacity_interval import capacity_interval
+from experiments.capacity_lengths import SHORT, Lengths
 from experiments.capacity_traffic import Closed, Traffic, head
 from experiments.capacity_trial import Promises, Trial, judge, served_s, words
 from sim.deployment import Built, simulate
@@ -26,11 +27,6 @@ from sim.saturation import Load
 from sim.verdict import Bound, what_bounds
 from sim.workload import Workload
 
-SHORT, FULL = 512, 4096
-"""Requests of the first and of the longest run at one load."""
-LONGEST = 65_536
-LONE = 128
-"""Requests that are sent one by one to see what an idle server does."""
 SPANS = 8
 """A run of full length takes in at least this many times the P95 of a request's time in service."""
 LOWEST_UTILISATION = 0.01
@@ -77,21 +73,22 @@ def find_capacity(
     promises: Promises,
     *,
     start: float | None = None,
-    full: int = FULL,
+    full: int | None = None,
     replications: int = 8,
     seed: int = 0,
     jobs: int | None = None,
     pricer: Prices | None = None,
     told: Told | None = None,
+    progress: Told | None = None,
 ) -> Capacity:
     """Search for the capacity of a deployment (with all its replicas).
 
-    `full` is the number of requests of a full-length run at least; `replications` 1 leaves the interval out. `pricer`
-    stands in for the deployment's prices. Raises UsageError as `sim.deployment.simulate` does, and for promises that
-    promise nothing.
+    `full` is the number of requests of a full-length run at least, by default what `Lengths` says; `replications` 1
+    leaves the interval out. `pricer` stands in for the deployment's prices. `told` hears of every test, `progress` of
+    how far each run is. Raises UsageError as `sim.deployment.simulate` does, and for promises that promise nothing.
     """
-    search = Search(built, traffic, promises, full, pricer, told)
-    promises.check(traffic.workload(1.0, SHORT).tenants)
+    promises.check(traffic.workload(1.0, SHORT))
+    search = Search(built, traffic, promises, full, pricer, told, progress)
     lone = search.lone()
     why = _infeasible_alone(lone)
     if why is not None:
@@ -113,9 +110,11 @@ def find_capacity(
         promises,
         found.load,
         requests=found.at.num_requests,
+        drawn=search.lengths.drawn,
         seed=seed,
         replications=replications,
         jobs=jobs,
+        progress=progress,
     )
     return replace(found, interval=interval)
 
@@ -152,14 +151,16 @@ class Search:
         built: Built,
         traffic: Traffic,
         promises: Promises,
-        full: int,
+        full: int | None,
         pricer: Prices | None,
         told: Told | None,
+        progress: Told | None = None,
     ) -> None:
         self.built, self.traffic, self.promises = built, traffic, promises
         several = min(num_replicas(built.deployment), 4)  # each replica needs a run of its own length
-        self.least, self.full = SHORT * several, max(full, SHORT) * several
-        self.pricer, self.told = pricer, told
+        self.lengths = Lengths.of(traffic.workload(1.0, SHORT), full)
+        self.least, self.full = self.lengths.short * several, self.lengths.full * several
+        self.pricer, self.told, self.progress = pricer, told, progress
         self.shorts: dict[int, Trial] = {}
         self.finals: dict[int, Trial] = {}
         self.order: list[Trial] = []
@@ -173,10 +174,10 @@ class Search:
     def lone(self) -> Trial:
         """Requests one at a time: as good as it gets."""
         inner = self.traffic.inner if isinstance(self.traffic, Closed) else self.traffic
-        workload = Closed(inner).workload(1, LONE)
-        if len(workload) > LONE:
-            workload = head(workload, LONE)
-        record = self._run(workload)
+        workload = Closed(inner).workload(1, self.lengths.lone)
+        if len(workload) > self.lengths.lone:
+            workload = head(workload, self.lengths.lone)
+        record = self._run(workload, "one request at a time")
         trial = judge(record, 1.0, self.promises, whole=True)
         busy_s = float(record.end_s) / max(len(record.requests), 1)
         self.lowest_load = LOWEST_UTILISATION / busy_s if busy_s > 0 else LOWEST_UTILISATION
@@ -187,10 +188,11 @@ class Search:
         if self.traffic.variable == "max_concurrency":
             return 32.0
         inner = self.traffic
-        workload = Closed(inner).workload(10**9, SHORT)
-        if len(workload) > 4 * SHORT:
-            workload = head(workload, 4 * SHORT)
-        record = self._run(workload)
+        count = self.lengths.short
+        workload = Closed(inner).workload(10**9, count)
+        if len(workload) > 4 * count:
+            workload = head(workload, 4 * count)
+        record = self._run(workload, "all requests at once")
         done = int(np.count_nonzero(record.requests.status == Status.FINISHED))
         per_s = max(done, 1) / max(float(record.end_s), 1e-9)
         return 0.7 * per_s / inner.requests_per_s(1.0)
@@ -222,7 +224,11 @@ class Search:
             load = self.traffic.ladder.load(rung)
             count = self._least(load, self.full)
             trial, record = self._test_and_keep(load, count)
-            while not self.traffic.whole and count < LONGEST and self._too_short(trial, record, load):
+            while (
+                not self.traffic.whole
+                and count < self.lengths.longest
+                and self._too_short(trial, record, load)
+            ):
                 count *= 2
                 trial, record = self._test_and_keep(load, count)
             self.finals[rung] = trial
@@ -257,18 +263,23 @@ class Search:
         return trial.settled_miss and trial.num_requests >= 4 * self.least
 
     def _test(self, load: float, count: int, *, final: bool) -> Trial:
-        record = self._run(self.traffic.workload(load, count))
-        return self._judged(record, load, final)
+        return self._judged(self._run_at(load, count), load, final)
 
     def _test_and_keep(self, load: float, count: int) -> tuple[Trial, RunRecord]:
-        record = self._run(self.traffic.workload(load, count))
+        record = self._run_at(load, count)
         return self._judged(record, load, True), record
+
+    def _run_at(self, load: float, count: int) -> RunRecord:
+        return self._run(self.traffic.workload(load, count), f"{load:.4g} {unit(self.traffic.variable)}")
 
     def _judged(self, record: RunRecord, load: float, final: bool) -> Trial:
         return judge(record, load, self.promises, whole=self.traffic.whole, final=final)
 
-    def _run(self, workload: Workload) -> RunRecord:
-        record = simulate(workload, self.built, pricer=self.pricer)
+    def _run(self, workload: Workload, words: str) -> RunRecord:
+        progress, told = self.progress, None
+        if progress is not None:
+            told = lambda p: progress(f"{words}: {p.done:,} of {p.total:,} requests")  # noqa: E731
+        record = simulate(workload, self.built, pricer=self.pricer, progress=told)
         if record.interrupted:
             raise KeyboardInterrupt
         self.simulated += len(record.requests)
@@ -349,7 +360,7 @@ class Search:
     def _unlimited(self, rung: int) -> bool:
         load = self.traffic.ladder.load(rung)
         if self.traffic.variable == "max_concurrency":
-            return 8 * load > LONGEST
+            return 8 * load > self.lengths.longest
         return self.traffic.requests_per_s(load) > 1e6 * self.lowest_load
 
     def _at_the_bottom(self, rung: int) -> bool:

@@ -8,6 +8,7 @@ is seen all the same, and what noise and sampling do is scaled to the search's o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from costmodel.uncertainty import Spread
 from experiments.capacity_traffic import Traffic, head
@@ -17,7 +18,6 @@ from sim.intervals import Draw, Interval, Parts, gather, plan_draws
 from sim.noise import StepNoise
 from sim.replications import deployment_spread, is_drawn, perturbed, run_draws
 
-DRAW_REQUESTS = 1024
 _STEP = 0.04
 """First distance, in log load, at which a crossing is looked for."""
 _MOST_STEPS = 12
@@ -30,13 +30,15 @@ def capacity_interval(
     load: float,
     *,
     requests: int,
+    drawn: int,
     seed: int,
     replications: int,
     jobs: int | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Interval | None:
-    """The 95 % interval of a capacity found with runs of `requests`; None where it cannot be told."""
+    """The 95 % interval of a capacity found with runs of `requests`, from runs of `drawn`; None if it cannot be told."""
     spread = deployment_spread(built)
-    count = min(DRAW_REQUESTS, requests)
+    count = min(drawn, requests)
     draws = plan_draws(spread, seed=seed, replications=replications, resample=is_drawn(traffic.spec))
     first = len(draws) - replications
     start = math.log(load)
@@ -44,7 +46,14 @@ def capacity_interval(
     def evaluate(draw: Draw, at: float) -> dict[str, float]:
         return {"capacity": math.exp(_crossing(built, traffic, promises, spread, draw, at, count))}
 
-    results = run_draws(lambda draw: evaluate(draw, start), draws[:first], jobs=jobs)
+    def told(before: int) -> Callable[[int, int], None]:
+        def tell(done: int, _: int) -> None:
+            if progress is not None:
+                progress(f"interval: {before + done} of {len(draws)} states of the world")
+
+        return tell
+
+    results = run_draws(lambda draw: evaluate(draw, start), draws[:first], jobs=jobs, progress=told(0))
     partial = gather(spread, draws[:first], results)
     nominal = partial.nominal["capacity"]
     shifts = {
@@ -56,7 +65,7 @@ def capacity_interval(
         shift = sum(shifts.get(key, 0.0) * normal for key, normal in draw.normals.items())
         return evaluate(draw, math.log(nominal) + shift)
 
-    results = [*results, *run_draws(near, draws[first:], jobs=jobs)]
+    results = [*results, *run_draws(near, draws[first:], jobs=jobs, progress=told(first))]
     parts = gather(spread, draws, results).parts("capacity", "log")
     if parts is None:
         return None

@@ -19,6 +19,7 @@ from sim.metrics import limits
 from sim.record import Floats, RunRecord, Status, Tenant
 from sim.saturation import Load, Saturation, saturation
 from sim.slo import Goodput, Slo
+from sim.workload import Workload
 
 BATCHES = 16
 MOST = 1.0 + 1e-9
@@ -36,16 +37,36 @@ class Promises:
     goodput: Goodput = field(default_factory=Goodput)
     attainment: float = 0.95
 
-    def check(self, tenants: Sequence[Tenant]) -> None:
-        """Raises UsageError when nothing is promised, or the share cannot be."""
+    def check(self, workload: Workload) -> None:
+        """Raises UsageError when nothing is promised, or what such requests do not have, or the share cannot be."""
         if not 0 < self.attainment <= 1:
             raise UsageError(
                 f"--slo-attainment must lie above 0 and up to 1, got {self.attainment:g}; 0.95 is 95 %"
             )
-        if not self.slos and not self.limited(tenants):
+        if not self.slos and not self.limited(workload.tenants):
             raise UsageError(
                 "no promise to keep: add --slo, such as --slo chat or --slo p95_ttft:500 p95_tpot:50, "
                 "or --goodput ttft:500 tpot:50"
+            )
+        self._check_pace(workload)
+
+    def _check_pace(self, workload: Workload) -> None:
+        """An answer that comes whole has no gaps between tokens, and one of a single token has none either."""
+        one = workload.output_tokens == 1
+        whole = workload.come_whole() & ~one
+        if not (whole | one).all():
+            return
+        limited = [limits(tenant, self.goodput).limits_s() for tenant in workload.tenants]
+        asked = [
+            f"--slo {s.name}" for s in self.slos if s.metric == "itl" or (s.metric == "tpot" and whole.any())
+        ]
+        if whole.any() and any("tpot" in by_metric for by_metric in limited):
+            asked.append("a goodput limit of tpot")
+        if asked:
+            why = "comes whole (a beam search or best-of)" if whole.any() else "has one token"
+            raise UsageError(
+                f"{asked[0]}: every answer {why} and has no ITL or TPOT; set a limit on E2EL instead, such as "
+                "p95_e2el:5000"
             )
 
     def limited(self, tenants: Sequence[Tenant]) -> bool:

@@ -14,7 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from experiments.capacity import FULL, Capacity, Search, find_capacity
+from experiments.capacity import Capacity, Search, find_capacity
+from experiments.capacity_lengths import Lengths
 from experiments.capacity_traffic import Ladder, Steady, Traffic, head
 from experiments.capacity_trial import Promises, Trial
 from experiments.plan_bounds import bounds_of, broken
@@ -152,7 +153,7 @@ def make_plan(
     headroom: int | None = None,
     max_replicas: int = 64,
     total_gpus: int | None = None,
-    full: int = FULL,
+    full: int | None = None,
     replications: int = 6,
     seed: int = 0,
     jobs: int | None = None,
@@ -165,7 +166,8 @@ def make_plan(
     sample = traffic.workload(load, SAMPLE)
     if len(sample) > 4 * SAMPLE:
         sample = head(sample, 4 * SAMPLE)
-    promises.check(sample.tenants)
+    promises.check(sample)
+    full = Lengths.of(sample, full).full
     rate = traffic.requests_per_s(load)
     fixed = _fixed(traffic, load)
     pruned: list[Pruned] = []

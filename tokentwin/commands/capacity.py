@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.capacity import FULL, SHORT, Capacity, find_capacity
+from experiments.capacity import Capacity, find_capacity
+from experiments.capacity_lengths import FULL, MOST_SHORTER, SHORT
 from experiments.capacity_report import capacity_json, capacity_lines
 from experiments.capacity_traffic import Steady, Traffic, make_traffic
 from experiments.capacity_trial import Promises
@@ -47,7 +48,8 @@ SEARCH = (
 )  # fmt: skip
 _HELP = {
     "num_prompts": f"Requests of a run of full length ({FULL} by default), at least {SHORT} and more where a request "
-    "takes long; of a trace, its first requests.",
+    f"takes long; of a trace, its first requests. Where an answer is k requests to the engine (--beam-width, --best-of), "
+    f"both are 1/k of that, but no less than 1/{MOST_SHORTER}.",
     "request_rate": "Where the search starts; does not change the answer. A trace with it is sent at a steady rate.",
     "output_dir": "Folder for capacity.json and everything about the run at capacity, report.html among it.",
     "fail_on_slo": "Exit with code 3 when no load, or not the target, is sustained.",
@@ -119,7 +121,7 @@ def capacity(**flags: Any) -> int:
 
         Outputs(output_dir=folder).check()
     with _status(silent=bool(given.get("disable_tqdm")) or bool(given.get("json"))) as told:
-        answer = answer_capacity(given, told=told)
+        answer = answer_capacity(given, told=told, progress=told)
     if given.get("json"):
         sys.stdout.write(json.dumps(answer.json(), indent=1, allow_nan=False) + "\n")
     else:
@@ -147,6 +149,7 @@ def answer_capacity(
     deployment: Deployment | None = None,
     workload: WorkloadSpec | None = None,
     told: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> CapacityAnswer:
     """The capacity that flags by name ask for; `deployment` is a base for them, `workload` stands in for traffic flags.
 
@@ -179,9 +182,9 @@ def answer_capacity(
     )
     if traffic.whole and workload is None and "num_prompts" in given:
         traffic = make_traffic(make_spec(given), seed=seed, variable=variable)
-    tenants = traffic.workload(1.0, 16 if not traffic.whole else 0).tenants
-    promises.check(tenants)
-    if "slo_attainment" in given and not promises.limited(tenants):
+    sample = traffic.workload(1.0, 16 if not traffic.whole else 0)
+    promises.check(sample)
+    if "slo_attainment" in given and not promises.limited(sample.tenants):
         raise UsageError("--slo-attainment has no effect without --goodput; add limits such as ttft:500")
     if target is not None and traffic.variable == "rate_scale":
         target = target / traffic.requests_per_s(1.0)
@@ -190,11 +193,12 @@ def answer_capacity(
         traffic,
         promises,
         start=given.get("request_rate") if traffic.variable == "request_rate" else None,
-        full=at_least(given, "num_prompts", default=FULL),
+        full=at_least(given, "num_prompts"),
         replications=at_least(given, "replications", default=8),
         seed=seed,
         jobs=at_least(given, "jobs"),
         told=told,
+        progress=progress,
     )
     extrapolations = before_run(built) if found.record is None else after_run(built, found.record)
     return CapacityAnswer(found, built, traffic, promises, target, seed, extrapolations)

@@ -16,7 +16,7 @@ import numpy as np
 from costmodel.formats import gemm_format, kv_format
 from costmodel.model import load_model
 from costmodel.profile import list_profiles, load_profile
-from experiments.capacity import FULL
+from experiments.capacity_lengths import FULL
 from experiments.capacity_traffic import Replay, Traffic, make_traffic
 from experiments.capacity_trial import Promises
 from experiments.plan import Fleet, Plan, make_candidates, make_plan
@@ -189,7 +189,7 @@ def answer_plan(flags: Mapping[str, Any], *, told: Callable[[str], None] | None 
         top=at_least(given, "top", default=5),
         max_replicas=at_least(given, "max_replicas", default=64),
         total_gpus=at_least(given, "total_gpus"),
-        full=at_least(given, "num_prompts", default=FULL),
+        full=at_least(given, "num_prompts"),
         replications=at_least(given, "replications", default=6),
         seed=seed,
         jobs=at_least(given, "jobs"),
