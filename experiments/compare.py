@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from sim.deployment import Built
 from sim.fleet.build import num_gpus, pool_specs
@@ -133,6 +133,8 @@ class Question:
     """What is asked of every deployment alike."""
 
     workload: WorkloadSpec | Workload
+    otherwise: Mapping[str, WorkloadSpec] = field(default_factory=dict)
+    """By name of a variant the same workload with other `SEARCHES`."""
     seed: int = 0
     replications: int | None = None
     """None makes `EIGHT`, or `FOUR` where a run has many steps."""
@@ -144,6 +146,8 @@ class Question:
 
 
 EIGHT, FOUR, MANY_STEPS = 8, 4, 30_000
+SEARCHES = ("beam_width", "best_of")
+"""Of a workload what may differ: the requests are the same, and so is what is asked of each."""
 
 
 def compare_deployments(
@@ -156,13 +160,22 @@ def compare_deployments(
 
     Raises `UsageError` where a deployment cannot run the workload, KeyboardInterrupt when interrupted.
     """
-    workload = question.workload
-    requests = load_workload(workload, seed=question.seed) if isinstance(workload, WorkloadSpec) else workload
     names = list(deployments)
     base = deployments[names[0]]
-    distinct = [names[0], *(name for name in names[1:] if deployments[name].deployment != base.deployment)]
+    asked = {
+        name: replace(question, workload=question.otherwise.get(name, question.workload)) for name in names
+    }
+    requests = {name: _requests(asked[name]) for name in names}
+    distinct = [
+        names[0],
+        *(
+            name
+            for name in names[1:]
+            if deployments[name].deployment != base.deployment or name in question.otherwise
+        ),
+    ]
     devices = {name: num_devices(built) for name, built in deployments.items()}
-    nominal = {name: _nominal(deployments[name], requests, question) for name in distinct}
+    nominal = {name: _nominal(deployments[name], requests[name], question) for name in distinct}
     count = question.replications
     if count is None:
         count = FOUR if max(s.num_steps for s in nominal.values()) > MANY_STEPS else EIGHT
@@ -175,7 +188,7 @@ def compare_deployments(
     found: dict[str, Replicated] = {}
     for name in distinct:
         found[name] = _replicated(
-            deployments[name], question, requests, count, nominal[name], devices[name], told
+            deployments[name], asked[name], requests[name], count, nominal[name], devices[name], told
         )
         done += 1
     variants = []
@@ -184,16 +197,37 @@ def compare_deployments(
         differences = compare(found[names[0]], found[names[0] if same else name])
         if devices[name] == devices[names[0]]:
             differences.pop("output_throughput_per_gpu", None)  # says nothing that output_throughput does not
-        notes = ("the same deployment as the base",) if same else ()
-        variants.append(Variant(name, changes_of(differences), differing(base, deployments[name]), notes))
+        notes: tuple[str, ...] = ("the same deployment as the base",) if same else ()
+        if any(requests[one].come_whole().all() for one in (names[0], name)):
+            differences = {n: d for n, d in differences.items() if not n.endswith(("_tpot", "_itl"))}
+            notes += ("answers that come whole have no TPOT or ITL, and their TTFT is their E2EL",)
+        differs = differing(base, deployments[name]) | _searches(question.workload, asked[name].workload)
+        variants.append(Variant(name, changes_of(differences), differs, notes))
     return Comparison(
         names[0],
         tuple(variants),
         f"95% intervals of the paired difference in another run of this traffic, from {count} replications under "
         "common random numbers: same requests, same step noise, same calibration errors",
-        workload=f"{requests.name}, {len(requests):,} requests, seed {question.seed}",
-        lost=max(len(requests) - s.completed - s.rejected for s in nominal.values()),
+        workload=f"{requests[names[0]].name}, {len(requests[names[0]]):,} requests, seed {question.seed}",
+        lost=max(len(requests[name]) - s.completed - s.rejected for name, s in nominal.items()),
     )
+
+
+def _requests(question: Question) -> Workload:
+    workload = question.workload
+    return load_workload(workload, seed=question.seed) if isinstance(workload, WorkloadSpec) else workload
+
+
+def _searches(a: WorkloadSpec | Workload, b: WorkloadSpec | Workload) -> dict[str, tuple[object, object]]:
+    """How answers are searched for, where that differs between a workload and what it is `otherwise`."""
+    if a is b or not (isinstance(a, WorkloadSpec) and isinstance(b, WorkloadSpec)):
+        return {}
+    pairs = {
+        f"{name}{f' of {one.name}' if len(a.tenants) > 1 else ''}": (getattr(one, name), getattr(other, name))
+        for name in SEARCHES
+        for one, other in zip(a.tenants, b.tenants, strict=True)
+    }
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def changes_of(differences: Mapping[str, Difference]) -> tuple[Change, ...]:

@@ -41,6 +41,33 @@ def test_equal_files_do_not_differ(tokentwin: Command, files: tuple[Path, Path],
     assert "Gains" not in answer.out
 
 
+def test_searches_for_the_same_answers_are_variants(
+    tokentwin: Command, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    plain = files[0]
+    beams, best, same = (tmp_path / f"{name}.yaml" for name in ("beams", "best", "same"))
+    beams.write_text(plain.read_text() + "beam_width: 4\n")
+    best.write_text(plain.read_text() + "best_of: 3\n")
+    same.write_text(plain.read_text() + "best_of: 1\n")
+    answer = tokentwin("compare", plain, beams, best, same, *TRAFFIC, "--osl", "20", "--json")
+    assert (answer.code, answer.err) == (0, "")
+    searched, sampled, equal = json.loads(answer.out)["variants"]
+    assert searched["differs"] == {"beam_width": [None, 4]}
+    assert sampled["differs"] == {"best_of": [1, 3]}
+    assert equal["notes"] == ["the same deployment as the base"]
+    assert not any(change["effect"] != "no difference" for change in equal["changes"].values())
+    for variant in (searched, sampled):
+        changes = variant["changes"]
+        # What is shown at its end begins to be shown 19 steps later.
+        assert changes["mean_ttft"]["effect"] == "loss"
+        assert changes["mean_ttft"]["variant"] == changes["mean_e2el"]["variant"]
+        assert not [name for name in changes if name.endswith(("_tpot", "_itl"))]
+        assert "no TPOT or ITL" in variant["notes"][0]
+    turned = tokentwin("compare", beams, plain, *TRAFFIC, "--osl", "20", "--json")
+    (back,) = json.loads(turned.out)["variants"]
+    assert back["changes"]["mean_ttft"]["effect"] == "gain"
+
+
 def test_wrong_usage_is_one_line(tokentwin: Command, files: tuple[Path, Path], tmp_path: Path) -> None:
     base, variant = files
     alone = tokentwin("compare", base, *TRAFFIC)

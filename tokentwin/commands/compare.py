@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from experiments.compare import Comparison, Question, compare_deployments
+from experiments.compare import SEARCHES, Comparison, Question, compare_deployments
 from experiments.compare_report import comparison_json, comparison_lines, comparison_page
 from experiments.results import writable
 from serving.errors import TokenTwinError, UsageError
@@ -132,7 +132,7 @@ def of_folders(paths: Mapping[str, Path], given: Mapping[str, Any]) -> Compariso
 
 
 def of_files(paths: Mapping[str, Path], given: Mapping[str, Any]) -> Comparison:
-    """Deployments of YAML files on one workload. Raises UsageError where their workloads differ."""
+    """Deployments of YAML files on one workload with `SEARCHES` of their own. UsageError where more of it differs."""
     jobs: dict[str, Job] = {}
     common: dict[str, Any] = {}
     for path in paths.values():
@@ -145,9 +145,10 @@ def of_files(paths: Mapping[str, Path], given: Mapping[str, Any]) -> Comparison:
             raise UsageError(str(error).removeprefix("--config ")) from None
         merged = {**content, **given}
         keys = {k: v for k, v in merged.items() if k not in _SHAPE | _NOT_COMPARED}
+        alike = {key: value for key, value in keys.items() if key not in SEARCHES}
         if jobs:
-            _same(common, keys, next(iter(paths)), name)
-        common = keys
+            _same(common, alike, next(iter(paths)), name)
+        common = alike
         try:
             jobs[name] = make_job({**keys, **{k: v for k, v in merged.items() if k in _SHAPE}})
         except TokenTwinError as error:
@@ -156,8 +157,14 @@ def of_files(paths: Mapping[str, Path], given: Mapping[str, Any]) -> Comparison:
     if first.replications is not None and first.replications < 2:
         raise UsageError(f"--replications must be at least 2 to compare, got {first.replications}")
     assert isinstance(first.workload, WorkloadSpec)
+    plain = first.workload.model_dump()
     question = Question(
         first.workload,
+        otherwise={
+            name: job.workload
+            for name, job in jobs.items()
+            if isinstance(job.workload, WorkloadSpec) and job.workload.model_dump() != plain
+        },
         seed=first.seed,
         replications=first.replications,
         goodput=first.goodput,
