@@ -13,6 +13,9 @@ from torch import Tensor
 
 BLOCK_TOKENS = 64
 """Queries of a block: larger ones compute more that nobody sees, smaller ones call more often."""
+_ROWS = 16
+"""Queries are padded to multiples of this, and keys to whole blocks: oneDNN compiles a kernel for each shape that it
+meets, which takes longer than the product, and in service every chunk has a shape of its own."""
 
 
 def blocks_win(dtype: torch.dtype, tokens: int, context: int) -> bool:
@@ -22,30 +25,40 @@ def blocks_win(dtype: torch.dtype, tokens: int, context: int) -> bool:
     return tokens == context and 128 <= tokens <= 512
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of the last T of C tokens, [T, H * D], for q [T, H, D] and k and v [C, KVH, D] in one type.
+def padded(context: int) -> int:
+    """Keys and values that `block_attention` likes to be given for so many."""
+    return -(-context // BLOCK_TOKENS) * BLOCK_TOKENS
 
-    Scores and probabilities are rounded to that type, where the fused kernel rounds the probabilities alone.
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, context: int) -> Tensor:
+    """Attention of the last T of `context` tokens, [T, H * D], for q [T, H, D] and k and v [C, KVH, D] in one type.
+
+    Keys and values from `context` on are padding, any finite numbers. Scores and probabilities are rounded to the type
+    of the activations, where the fused kernel rounds the probabilities alone.
     """
     tokens, heads, dim = q.shape
-    context, kv_heads = k.shape[0], k.shape[1]
+    kv_heads = k.shape[1]
     group = heads // kv_heads
-    queries = (q * dim**-0.5).view(tokens, kv_heads, group, dim).transpose(0, 1)
+    rows = -(-tokens // _ROWS) * _ROWS
+    queries = q.new_zeros(rows, heads, dim)
+    torch.mul(q, dim**-0.5, out=queries[:tokens])
+    queries = queries.view(rows, kv_heads, group, dim).transpose(0, 1)
     keys, values = k.permute(1, 2, 0), v.transpose(0, 1)
-    out = q.new_empty(tokens, kv_heads, group, dim)
+    out = q.new_empty(rows, kv_heads, group, dim)
     later = _later_tokens(q.dtype)
-    for start in range(0, tokens, BLOCK_TOKENS):
-        end = min(start + BLOCK_TOKENS, tokens)
-        size, seen = end - start, context - tokens + end
+    for start in range(0, rows, BLOCK_TOKENS):
+        end = min(start + BLOCK_TOKENS, rows)
+        size, first = end - start, context - tokens + start
+        seen = min(padded(first + min(size, tokens - start)), len(k))
         block = queries[:, start:end].reshape(kv_heads, size * group, dim)
         scores = torch.bmm(block, keys[:, :, :seen])
-        scores.view(kv_heads, size, group, seen)[..., seen - size :].add_(later[:size, :, :size])
+        scores.view(kv_heads, size, group, seen)[..., first:].add_(later[:size, :, : seen - first])
         part = torch.bmm(torch.softmax(scores, dim=-1), values[:, :seen])
         out[start:end].transpose(0, 1).copy_(part.view(kv_heads, size, group, dim))
-    return out.view(tokens, heads * dim)
+    return out[:tokens].view(tokens, heads * dim)
 
 
 @cache
 def _later_tokens(dtype: torch.dtype) -> Tensor:
-    """Minus infinity where a token of a block would see a later one, [BLOCK_TOKENS, 1, BLOCK_TOKENS]."""
-    return torch.full((BLOCK_TOKENS, BLOCK_TOKENS), float("-inf"), dtype=dtype).triu(1).unsqueeze(1)
+    """Minus infinity where a token of a block would see a later one, [BLOCK_TOKENS, 1, 2 BLOCK_TOKENS]."""
+    return torch.full((BLOCK_TOKENS, 2 * BLOCK_TOKENS), float("-inf"), dtype=dtype).triu(1).unsqueeze(1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from realengine.attention_blocks import block_attention, blocks_win
+from realengine.attention_blocks import block_attention, blocks_win, padded
 from realengine.batch import Batch, LayerCache
 from realengine.quant_cpu import quantised_linear
 from realengine.quant_kv import QuantisedCache, Scratch, has_own_layout
@@ -122,11 +122,10 @@ class TorchAttention:
         for row in range(decodes, len(tables)):
             start, end = (decodes + starts[row - decodes + i] for i in (0, 1))
             context = int(lengths[row])
-            self._chunks.append(
-                _Chunk(
-                    start, end, context, token_index(tables[row : row + 1], context, page_tokens).flatten()
-                )
-            )
+            index = token_index(tables[row : row + 1], context, page_tokens).flatten()
+            if blocks := blocks_win(dtype, end - start, context):
+                index = torch.cat((index, index[-1:].expand(padded(context) - context)))
+            self._chunks.append(_Chunk(start, end, context, index, blocks))
 
     def rotated(
         self, qkv: Tensor, page_tokens: int, norms: HeadNorms | None
@@ -166,10 +165,10 @@ class TorchAttention:
         return scaled_dot_product_attention(q, k, v, self._visible).reshape(rows, -1)
 
     def _chunk(self, q: Tensor, chunk: _Chunk, store: QuantisedCache | _PlainCache, dim: int) -> Tensor:
-        k, v = (x.view(chunk.context, self.num_kv_heads, dim) for x in store.read(chunk.index, q.dtype))
+        k, v = (x.view(len(chunk.index), self.num_kv_heads, dim) for x in store.read(chunk.index, q.dtype))
         q = q[chunk.start : chunk.end]
-        if blocks_win(q.dtype, len(q), chunk.context):
-            return block_attention(q, k, v)
+        if chunk.blocks:
+            return block_attention(q, k, v, chunk.context)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = scaled_dot_product_attention(
             q, k, v, chunk.mask(), is_causal=chunk.whole, enable_gqa=self.num_kv_heads != self.num_heads
@@ -195,10 +194,13 @@ class _PlainCache:
 
 
 class _Chunk:
-    """Tokens `start` to `end` of the step, the last of `context` tokens at `index` in the cache."""
+    """Tokens `start` to `end` of the step, the last of `context` tokens at `index` in the cache.
 
-    def __init__(self, start: int, end: int, context: int, index: Tensor) -> None:
-        self.start, self.end, self.context, self.index = start, end, context, index
+    With `blocks` they attend in blocks, and `index` is padded with the last token.
+    """
+
+    def __init__(self, start: int, end: int, context: int, index: Tensor, blocks: bool) -> None:
+        self.start, self.end, self.context, self.index, self.blocks = start, end, context, index, blocks
         self.whole = end - start == context
         self._mask: Tensor | None = None
 

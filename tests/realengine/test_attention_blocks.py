@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realengine.attention_blocks import BLOCK_TOKENS, block_attention, blocks_win
+from realengine.attention_blocks import BLOCK_TOKENS, block_attention, blocks_win, padded
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -46,13 +46,18 @@ def drawn(
 @settings(max_examples=12, deadline=None)
 def test_equals_the_definition(tokens: int, before: int, kv_heads: int, group: int, dim: int) -> None:
     q, k, v = drawn(tokens, before, kv_heads, group, dim, torch.float32)
-    torch.testing.assert_close(block_attention(q, k, v).double(), definition(q, k, v), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        block_attention(q, k, v, len(k)).double(), definition(q, k, v), rtol=1e-4, atol=1e-5
+    )
+    fill = torch.full((padded(len(k)) - len(k), *k.shape[1:]), 9.0)
+    longer = block_attention(q, torch.cat((k, fill)), torch.cat((v, fill)), len(k))
+    torch.testing.assert_close(longer.double(), definition(q, k, v), rtol=1e-4, atol=1e-5)
 
 
 def test_bfloat16_errs_by_roundings_alone() -> None:
     """Scores, probabilities and sums are rounded once each, to 2⁻⁹ of themselves; scores here are at most 4."""
     q, k, v = drawn(130, 40, 3, 3, 64, torch.bfloat16)
-    error = (block_attention(q, k, v).double() - definition(q, k, v)).abs()
+    error = (block_attention(q, k, v, len(k)).double() - definition(q, k, v)).abs()
     assert error.max() < 2**-9 * (4 + 1 + 1) * v.abs().max()
 
 
@@ -61,7 +66,7 @@ def test_what_comes_later_is_never_seen() -> None:
     tokens = BLOCK_TOKENS + 20
     q, k, v = drawn(tokens, 0, 1, 2, 32, torch.float32)
     k[-1], v[-1] = 1e4, 1e4
-    with_last = block_attention(q, k, v)
+    with_last = block_attention(q, k, v, tokens)
     torch.testing.assert_close(with_last[:-1].double(), definition(q, k, v)[:-1], rtol=1e-4, atol=1e-5)
 
 
