@@ -1,7 +1,7 @@
 """Do 95 % intervals hold what they promise? Truths are drawn from the uncertainty model and simulated.
 
-25 predictions (each with its own nominal workload and replications) meet 16 truths each: 400 truths. At a true coverage
-of 95 % the share covered has a standard error of 1 to 2 points (truths share predictions), so 90 to 99 % is what a
+16 predictions (each with its own nominal workload and replications) meet 14 truths each: 224 truths. At a true coverage
+of 95 % the share covered has a standard error of 1.5 to 2.5 points (truths share predictions), so 90 to 99 % is what a
 right method gives.
 """
 
@@ -20,7 +20,7 @@ from sim.latency import latencies
 from sim.replications import deployment_spread, simulate_draw
 from sim.workload import TenantSpec, WorkloadSpec, load_workload
 
-PREDICTIONS, TRUTHS = 25, 16
+PREDICTIONS, TRUTHS = 16, 14
 LIMIT_S = 0.010
 
 
