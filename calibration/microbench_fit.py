@@ -150,7 +150,8 @@ def fit_steps(
         hw = hardware(facts, fmt, kv_bytes=kv_bytes, head_dim=shape.head_dim)
         fits[kind] = _fit(kind, mine, hw, shape, wander, options, steady)
     hw = hardware(facts, kv_bytes=kv_bytes, head_dim=shape.head_dim)
-    beside = _mixed_rows(steady, shape, Kernel("prefill", fits["prefill"], hw), rounds)
+    alone = (Kernel("prefill", fits["prefill"], hw), Kernel("decode", fits["decode"], hw))
+    beside = _mixed_rows(steady, shape, *alone, rounds)
     mixed = {kv_dtype: _fit("decode_mixed", beside, hw, shape, wander, options, steady)} if beside else {}
     sums = [row for row in rows if row.kind == "all_reduce"]
     # The LM head stays in 16 bit whatever the layers' format.
@@ -227,22 +228,39 @@ def _fit(
     )
 
 
-def _mixed_rows(store: Store, shape: ModelShape, prefill: Kernel, rounds: set[int] | None) -> list[Row]:
-    """What decodes of equal contexts add to a step with one chunk: its attention less the chunk's and rotation."""
+def _mixed_rows(
+    store: Store, shape: ModelShape, prefill: Kernel, decode: Kernel, rounds: set[int] | None
+) -> list[Row]:
+    """What decodes add to a step with a chunk: what they take alone, less a constant for each size of batch.
+
+    Rotation is measured with tokens that attend to themselves, which a mixed step does not do besides; that is the
+    constant. Contexts are those of decodes alone: beside chunks they are as uneven as anywhere, and as far apart.
+    """
     heads, layers = (float(shape.num_heads), float(shape.num_kv_heads)), float(shape.num_layers)
     runs = [run for run in store.runs if rounds is None or run.round in rounds]
     rotary = _rotary(runs, layers)
-    found: dict[Point, list[float]] = {}
+    less: dict[int, list[float]] = {}
+    contexts: set[int] = set()
     for run in runs:
         what = run.what
-        if len(what.chunks) != 1 or len(set(what.decodes)) != 1:
+        if len(set(what.decodes)) != 1 or what.sampled is not None:
             continue
-        tokens, before = what.chunks[0]
-        whole = run.parts["attention"] / layers
-        chunk = float(prefill.seconds(heads, 1.0, float(tokens), float(before)))
-        added = max(whole - rotary(float(what.num_tokens)) - chunk, _LEAST_SHARE * whole)
-        found.setdefault((heads, (float(len(what.decodes)), float(what.decodes[0]))), []).append(added)
-    return [Row("decode_mixed", point, *_middle(values)) for point, values in sorted(found.items())]
+        context = what.decodes[0]
+        if not what.chunks:
+            contexts.add(context)
+        elif len(what.chunks) == 1:
+            tokens, before = what.chunks[0]
+            chunk = float(prefill.seconds(heads, 1.0, float(tokens), float(before)))
+            added = run.parts["attention"] / layers - rotary(float(what.num_tokens)) - chunk
+            alone = float(decode.seconds(heads, float(len(what.decodes)), float(context)))
+            less.setdefault(len(what.decodes), []).append(alone - added)
+    rows = []
+    for batch, constants in sorted(less.items()):
+        for context in sorted(contexts):
+            alone = float(decode.seconds(heads, float(batch), float(context)))
+            values = [max(alone - constant, _LEAST_SHARE * alone) for constant in constants]
+            rows.append(Row("decode_mixed", (heads, (float(batch), float(context))), *_middle(values)))
+    return rows
 
 
 def _far_context(rows: Sequence[Row]) -> float:
