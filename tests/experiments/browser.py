@@ -36,9 +36,15 @@ FLAGS = (
     ),
     "--remote-debugging-pipe",
 )
+# What the browser answers to a command that the page left behind while it ran.
+LEFT_PAGE = ("navigated or closed", "context was destroyed", "Cannot find context", "Promise was collected")
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)"
 )
+
+
+class LeftPageError(AssertionError):
+    """The page went on to another address before it could answer."""
 
 
 class Browser:
@@ -104,8 +110,8 @@ class Browser:
         self.settle()
 
     def settle(self) -> None:
-        """Wait for what the page does on its next two frames."""
-        self.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+        """Wait for what the page does on its next two frames, on the page it leads to if it leaves."""
+        self.wait("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def js(self, expression: str) -> Any:
         """The value of an expression, awaited. Raises AssertionError with the page's error."""
@@ -114,11 +120,17 @@ class Browser:
         return done["result"].get("value")
 
     def wait(self, expression: str, timeout_s: float = 20.0) -> None:
-        """Until an expression is true."""
+        """Until an expression is true, on whatever page there is by then."""
         until = time.monotonic() + timeout_s
-        while not self.js(expression):
+        while not self._true(expression):
             assert time.monotonic() < until, f"never true: {expression}"
             time.sleep(0.02)
+
+    def _true(self, expression: str) -> bool:
+        try:
+            return bool(self.js(expression))
+        except LeftPageError:
+            return False
 
     def click(self, selector: str) -> None:
         """A real click in the middle of an element, scrolled into view."""
@@ -182,7 +194,9 @@ class Browser:
         while True:
             answer = self._next()
             if answer.get("id") == self._number:
-                assert "error" not in answer, answer["error"]
+                if "error" in answer:
+                    gone = any(sign in answer["error"]["message"] for sign in LEFT_PAGE)
+                    raise (LeftPageError if gone else AssertionError)(answer["error"])
                 return answer["result"]
             self._event(answer)
 
