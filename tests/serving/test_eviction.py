@@ -32,6 +32,8 @@ class ValuedMachine(RuleBasedStateMachine):
         self.pool = pool_of(num_pages, order, attention_tokens=8.0, session_keep_s=10.0, session_decay=0.5)
         self.holders: list[tuple[list[int], int]] = []
         self.found: dict[int, int] = {}
+        # What one conversation is promised, no other request takes back.
+        self.promised_s: dict[int, float] = {}
         self.cached: dict[int, tuple[float, int]] = {}
         self.blank = list(range(1, num_pages + 1))
         self.evicted, self.count, self.now_s = 0.0, 0, 0.0
@@ -49,6 +51,7 @@ class ValuedMachine(RuleBasedStateMachine):
                 assert worth == min([worth, *self.cached.values()]), "not the page of least worth"
                 self.evicted = max(self.evicted, worth[0])
             self.found[page] = 0
+            self.promised_s[page] = 0.0
         self.holders.append((pages, 0))
 
     @precondition(lambda self: self.holders)
@@ -63,7 +66,9 @@ class ValuedMachine(RuleBasedStateMachine):
         worth = []
         for place, page in enumerate(pages[:identified]):
             if self.order == "session":
-                worth.append(self.now_s + (10.0 * 0.5**turn if turn >= 0 else 0.0))
+                until_s = self.now_s + (10.0 * 0.5**turn if turn >= 0 else 0.0)
+                self.promised_s[page] = max(self.promised_s[page], until_s)
+                worth.append(self.promised_s[page])
             else:
                 cost = 1.0 + place * PAGE / 8.0 if self.order == "cost" else 1.0
                 worth.append(self.evicted + (1.0 + self.found[page]) * cost)
