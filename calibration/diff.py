@@ -145,8 +145,6 @@ _NEVER_TOGETHER = (
     ("a pipeline", "static batches"),
     ("a pipeline", "copies of KV on the host"),
     ("beam searches", "drafts"),
-    ("beam searches", "a fleet"),
-    ("beam searches", "streams over a network"),
 )
 
 
@@ -158,8 +156,6 @@ def _traits(side: Side) -> set[str]:
         "static batches": any(pool.policy == "static" for pool in side.pools),
         "copies of KV on the host": any(each.swap_pages or each.host_cache_pages for each in limits),
         "beam searches": side.workload.beam_width is not None,
-        "a fleet": side.routing.fleet is not None,
-        "streams over a network": side.ways.delivering(side.workload)[1] is not None,
     }
     return {name for name, is_there in there.items() if is_there}
 

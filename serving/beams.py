@@ -100,7 +100,7 @@ class BeamCounts:
     computed_tokens: int = 0
     """Tokens computed for them, whatever was computed again after a preemption left out."""
     cached_tokens: int = 0
-    """Tokens that they found in the prefix cache."""
+    """Tokens that they found in the prefix cache, or that were sent by where the prompt was computed."""
     shown_tokens: int = 0
     """Tokens of the answers, one (the best) of each search."""
 

@@ -16,6 +16,7 @@ from sim.record import Tenant
 
 if TYPE_CHECKING:
     from sim.deployment import Deployment
+    from sim.workload.types import Workload
 
 Protocol = Literal["http/1.1", "http/1.1-pipelined", "http/2"]
 Part = Literal["rtt", "bandwidth", "connections", "reader", "gateway"]
@@ -234,6 +235,17 @@ def check_network(d: Deployment) -> None:
     if d.network.buffer_kib is not None and (is_fleet(d) or d.pipeline_parallel_size > 1):
         raise UsageError(
             "--network: buffer_kib: clients are cut off only from fixed replicas without a pipeline; leave it out"
+        )
+
+
+def check_gathering(workload: Workload, net: Delivering | None) -> None:
+    """Raise `UsageError` where tokens are to be gathered and no answer is a stream of them."""
+    if net is None or (net.stream_interval == 1 and not net.stream_slice_s):
+        return
+    if len(workload) and workload.come_whole().all():
+        option = "--stream-slice-ms" if net.stream_slice_s else "--stream-interval"
+        raise UsageError(
+            f"{option} has no effect on answers that come whole (--beam-width, --best-of); leave it out"
         )
 
 

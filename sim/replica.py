@@ -9,6 +9,7 @@ expression, and an arrival cuts the leap at the next step boundary.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from simpy.events import Event
@@ -26,6 +27,9 @@ from sim.noise import NoiseStream
 from sim.pipeline import serve_pipeline
 from sim.record import Floats, Status
 from sim.speculation import Speculation
+
+if TYPE_CHECKING:
+    from sim.api_server import ApiServer
 
 MAX_LEAP = 4096
 
@@ -45,6 +49,7 @@ class Replica:
         fast_forward: bool = True,
         noise: NoiseStream | None = None,
         speculation: Speculation | None = None,
+        server: ApiServer | None = None,
     ) -> None:
         self.clock = clock
         self.index = index
@@ -55,6 +60,10 @@ class Replica:
         self.steps = StepLog()
         self._requests = requests
         self._finished = finished
+        self._server = server
+        """Who makes several requests of one, where there are such requests."""
+        self.coming = 0
+        """Requests that it is about to send."""
         self._fast_forward = fast_forward
         self._noise = noise
         self.now_s = 0.0
@@ -83,10 +92,11 @@ class Replica:
 
     # ---- failures ------------------------------------------------------------------------------------------
 
-    def halt(self) -> list[Request]:
-        """Stop dead: the step in progress is lost, and so is all KV. Returns the unfinished requests as they arrived.
+    def halt(self) -> list[tuple[Request, int]]:
+        """Stop dead: the step in progress is lost, and so is all KV.
 
-        Steps of a leap that are over by now are logged first.
+        Returns the unfinished requests as they arrived, with the tokens that each has been given. Steps of a leap that
+        are over by now are logged first.
         """
         passed, over = self.clock.boundary, self._steps_over()
         self._detach()
@@ -97,8 +107,13 @@ class Replica:
             self._detach()
             self.clock.boundary = passed
         self._idle = self._leap_ends_s = self._leap_timer = None
-        self._starts, self._open = {}, {}
-        return list(self.scheduler.unfinished())
+        self._starts, self._open, self.coming = {}, {}, 0
+        known = self.scheduler.seqs.known
+        lost = [
+            (each, (int(known[each.slot]) if each.slot >= 0 else each.num_tokens) - each.prompt_tokens)
+            for each in self.scheduler.unfinished()
+        ]
+        return lost if self._server is None else self._server.halted(self, lost)
 
     def restart(self, scheduler: Scheduler) -> None:
         """Begin again with an empty engine; the log goes on."""
@@ -119,7 +134,20 @@ class Replica:
     @property
     def outstanding(self) -> int:
         """Requests running or waiting here."""
-        return self.scheduler.num_unfinished
+        return self.scheduler.num_unfinished + self.coming
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing that was sent here is without its end."""
+        return not self.outstanding and (self._server is None or not self._server.holds(self))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones included; what a search or best-of has made of one is none."""
+        waiting = self.scheduler.waiting
+        if self._server is None:
+            return len(waiting)
+        return sum(self._row(request) < self._requests.count for request in waiting)
 
     @property
     def used_pages(self) -> int:
@@ -134,6 +162,14 @@ class Replica:
         return used + int(((lacking[lacking > 0] + size - 1) // size).sum())
 
     def submit(self, request: Request) -> bool:
+        """A request is sent here. False when it is rejected."""
+        return self.queue(request) if self._server is None else self._server.submit(request, self)
+
+    def answered(self, request: Request, now_s: float) -> None:
+        """The server has the whole answer to a request that was sent here."""
+        self._finished(request, now_s)
+
+    def queue(self, request: Request) -> bool:
         """A request reaches this engine's queue. False when the scheduler rejects it."""
         row = self._row(request)
         self._requests.replica[row] = self.index
@@ -465,7 +501,8 @@ class Replica:
         log.engine_done_s[row] = self.now_s
         log.status[row] = int(Status.FINISHED)
         log.reason[row] = request.reason
-        self._finished(request, self.now_s)
+        if self._server is None or not self._server.ended(request, self.now_s):
+            self._finished(request, self.now_s)
 
     def _commit(self, plan: StepPlan, start_s: float, gpu_s: float, host_s: float) -> None:
         """Log the step that ended now, give out its tokens and let go of who finished."""

@@ -29,6 +29,8 @@ class TokenFeed:
         """By request: replica and step up to which its stream has been told."""
         self._ends: dict[int, array[float]] = {}
         """By replica the ends of its steps, as far as they were read."""
+        self._whole = frozenset(log.unstreamed)
+        """Requests that are answered by one message."""
 
     def __call__(self, stream: Stream, request: Request | None, now_s: float) -> None:
         """Tell a stream of the tokens that its engine has given by now, and of its end.
@@ -38,10 +40,15 @@ class TokenFeed:
         log, row = self._log, stream.row
         if stream.complete:
             return
-        if log.replica[row] < 0 and log.status[row] == Status.FINISHED:
-            stream.give(log.engine_done_s[row], log.output_tokens[row])  # out of the response cache
+        whole = row in self._whole
+        if log.status[row] == Status.FINISHED and (whole or log.replica[row] < 0):
+            stream.give(
+                log.engine_done_s[row], log.output_tokens[row]
+            )  # the latter out of the response cache
+        elif whole and log.status[row] == Status.UNFINISHED:
+            return
         self._read_ranges()
-        for entry in self._ranges.pop(row, ()):
+        for entry in () if whole else self._ranges.pop(row, ()):
             self._give(stream, entry[1], entry[2], entry[3], entry[4] if len(entry) > 4 else 1)
         if log.status[row] != Status.UNFINISHED:
             done_s = log.engine_done_s[row]
@@ -56,7 +63,8 @@ class TokenFeed:
     def _read_ranges(self) -> None:
         ranges = self._log.ranges
         for entry in ranges[self._ranges_read :]:
-            self._ranges.setdefault(entry[0], []).append(entry)
+            if entry[0] < self._log.count and entry[0] not in self._whole:
+                self._ranges.setdefault(entry[0], []).append(entry)
         self._ranges_read = len(ranges)
 
     def _give(self, stream: Stream, index: int, first: int, count: int, each: int) -> None:

@@ -19,14 +19,15 @@ from serving.draft_steps import draft_steps
 from serving.policies import BatchPolicy
 from serving.request import Request
 from serving.scheduler import Scheduler
-from sim.beam import BeamSearches, check_beams
-from sim.best_of import Candidates, check_best_of
+from sim.api_server import ApiServer
+from sim.beam import check_beams
+from sim.best_of import check_best_of
 from sim.clients import TOO_SLOW, Clients
 from sim.clock import Clock
 from sim.fleet.fleet import Fleet
 from sim.fleet.plan import FleetPlan
 from sim.log import RequestLog, request_table, step_table
-from sim.network import Delivering
+from sim.network import Delivering, check_gathering
 from sim.noise import StepNoise
 from sim.record import Floats, RunRecord, Status
 from sim.replica import Replica
@@ -90,10 +91,9 @@ def run_world(
     a request that repeats one already answered is answered at once, without an engine. `delivering` follows the streams
     to their clients; the round trips are then its own.
     """
-    check_best_of(workload, fleet=fleet is not None, followed=delivering is not None)
-    check_beams(
-        workload, fleet=fleet is not None, followed=delivering is not None, drafts=speculation is not None
-    )
+    check_best_of(workload)
+    check_beams(workload, drafts=_all_draft(speculation, fleet))
+    check_gathering(workload, delivering)
     world = _World(
         workload,
         config,
@@ -121,6 +121,12 @@ def run_world(
         if collecting:
             gc.enable()
     return world.record(interrupted)
+
+
+def _all_draft(speculation: Speculation | None, fleet: FleetPlan | None) -> bool:
+    if fleet is None:
+        return speculation is not None
+    return all(pool.speculation is not None for pool in fleet.pools)
 
 
 class _World:
@@ -169,6 +175,9 @@ class _World:
         self._next_turns: dict[int, list[int]] = {}
         for row in np.flatnonzero(workload.after >= 0).tolist():
             self._next_turns.setdefault(int(workload.after[row]), []).append(row)
+        self.server: ApiServer | None = None
+        if workload.beam_width is not None or workload.best_of is not None:
+            self.server = ApiServer(self.clock, self.log, workload)
         closed = workload.closed_loop
         self._seats = closed.max_concurrency if closed is not None else math.inf
         self._ready: deque[int] = deque()
@@ -189,6 +198,7 @@ class _World:
                     fast_forward=fast_forward,
                     noise=None if noise is None else noise.stream(index),
                     speculation=speculation,
+                    server=self.server,
                 )
                 for index in range(num_replicas)
             ]
@@ -203,6 +213,7 @@ class _World:
                 lambda row: self._ended(row, self.clock.now + self._way_out_s[row]),
                 fast_forward=fast_forward,
                 noise=noise,
+                server=self.server,
             )
         self.net: Clients | None = None
         if delivering is not None:
@@ -221,15 +232,6 @@ class _World:
                 done=self._client_done,
                 abort=self._abort,
             )
-        self.beams: BeamSearches | None = None
-        if workload.beam_width is not None:
-            assert isinstance(self.router, Router)
-            self.beams = BeamSearches(self.clock, self.log, workload, config, self.router, self._shown_whole)
-        self.candidates: Candidates | None = None
-        if workload.best_of is not None:
-            assert isinstance(self.router, Router)
-            size = config.page_tokens
-            self.candidates = Candidates(self.log, workload, size, self.router, self._shown_whole)
         self.repeats: list[int] | None = None
         """Of each request the first that is the very same, where there is a cache of answers."""
         self._answered: set[int] = set()
@@ -280,12 +282,7 @@ class _World:
         if self.repeats is not None and self.repeats[row] in self._answered:
             self._answered_before(row, now_s)
             return
-        submit = self.router.submit
-        if self.beams is not None and self.beams.width[row]:
-            submit = self.beams.begin
-        elif self.candidates is not None and self.candidates.count[row] > 1:
-            submit = self.candidates.begin
-        if not submit(self._request(row)):
+        if not self.router.submit(self._request(row)):
             self._ended(row, now_s + self._way_out_s[row])
 
     def _answered_before(self, row: int, now_s: float) -> None:
@@ -302,8 +299,8 @@ class _World:
         keys: Sequence[int] = ()
         if self._has_keys[row] and self.config.enable_prefix_caching:
             keys = self.workload.page_keys(row, self.config.page_tokens)
-            if self.beams is not None:
-                keys = self.beams.found(keys)
+            if self.server is not None and self.server.beams is not None:
+                keys = self.server.beams.found(keys)
         tenant = self._tenant[row]
         request = Request(
             row,
@@ -327,16 +324,7 @@ class _World:
         assert isinstance(request.id, int)
         assert not isinstance(self.router, Fleet)
         self.router.finished()
-        if self.beams is not None and request in self.beams:
-            self.beams.stepped(request, now_s)
-            return
-        if self.candidates is not None and request in self.candidates:
-            self.candidates.finished(request, now_s)
-            return
         self._ended(request.id, now_s + self._way_out_s[request.id])
-
-    def _shown_whole(self, row: int) -> None:
-        self._ended(row, self.clock.now + self._way_out_s[row])
 
     def _ended(self, row: int, client_s: float) -> None:
         """The client has its answer (or its refusal) at `client_s`."""
@@ -413,17 +401,15 @@ class _World:
 
     def record(self, interrupted: bool) -> RunRecord:
         """Everything that happened, as tables."""
-        log, workload = self.log, self.workload
+        log, workload, server = self.log, self.workload, self.server
         if self.fleet is not None:
             self.replicas = self.fleet.replicas
         for replica in self.replicas:
             replica.settle()
         if self.net is not None:
             self.net.finish()
-        if self.candidates is not None:
-            self.candidates.settle()
-        if self.beams is not None:
-            self.beams.settle()
+        if self.server is not None:
+            self.server.settle()
         log.drop_guests()
         steps = step_table([replica.steps for replica in self.replicas])
         logs = [replica.steps for replica in self.replicas]
@@ -471,8 +457,8 @@ class _World:
             warnings=tuple(warnings),
             drafts=total(replica.drafts for replica in self.replicas),
             draft_steps=draft_steps([r.draft_log for r in self.replicas], [len(log) for log in logs]),
-            beams=None if self.beams is None else self.beams.counts,
-            candidates=None if self.candidates is None else self.candidates.counts,
+            beams=None if server is None or server.beams is None else server.beams.counts,
+            candidates=None if server is None or server.candidates is None else server.candidates.counts,
             deliveries=deliveries,
             fleet=None if self.fleet is None else self.fleet.record(rows),
         )

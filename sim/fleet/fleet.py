@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from sim.noise import StepNoise
 from sim.record import Status
 from sim.replica import Replica
 from sim.router import Router, RouterOptions, make_router
+
+if TYPE_CHECKING:
+    from sim.api_server import ApiServer
 
 _EXISTING = (ReplicaState.STARTING, ReplicaState.READY, ReplicaState.DOWN)
 _HOLDS_REQUESTS = (ReplicaState.READY, ReplicaState.DRAINING)
@@ -49,6 +53,11 @@ class Slot:
         """Requests running or waiting here."""
         return self.replica.outstanding if self.state in _HOLDS_REQUESTS else 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is waiting for anything from here."""
+        return self.state not in _HOLDS_REQUESTS or self.replica.is_empty
+
 
 @dataclass(slots=True, eq=False)
 class Pool:
@@ -62,6 +71,10 @@ class Pool:
     def refusal(self, request: Request) -> str:
         """Why the pool's limits rule a request out; empty when they do not."""
         return self.slots[0].replica.scheduler.refusal(request)
+
+    def has_room(self, request: Request) -> bool:
+        """Whether a request may have a second token here."""
+        return self.slots[0].replica.scheduler.longest > request.prompt_tokens + 1
 
     def count(self, *states: ReplicaState) -> int:
         """Replicas in one of the states."""
@@ -86,8 +99,12 @@ class Fleet:
         *,
         fast_forward: bool = True,
         noise: StepNoise | None = None,
+        server: ApiServer | None = None,
     ) -> None:
         self.clock, self.log, self.plan = clock, log, plan
+        self._server = server
+        self._whole = frozenset(log.unstreamed)
+        """Requests that show nothing before their end."""
         self._make_request, self._output_tokens, self._ended = make_request, output_tokens, ended
         self._fast_forward, self._noise = fast_forward, noise
         options = RouterOptions(plan.seed, plan.prefix_tokens, plan.load_factor, plan.session_of)
@@ -185,16 +202,22 @@ class Fleet:
     def _replica_finished(self, request: Request, now_s: float) -> None:
         row = _row(request)
         slot = self.slots[self.log.replica[row]]
-        if slot.pool.plan.role == "prefill" and self._output_tokens[row] > 1:
+        if (
+            slot.pool.plan.role == "prefill"
+            and self._output_tokens[row] > 1
+            and any(pool.has_room(request) for pool in self.pools if pool.router is self.decode)
+        ):
             self._hand_over(row, request, slot)
         else:
             self._end(row)
         slot.pool.router.finished()
-        if slot.state is ReplicaState.DRAINING and not slot.outstanding:
+        if slot.state is ReplicaState.DRAINING and slot.is_empty:
             self._set(slot, ReplicaState.STOPPED)
 
     def _end(self, row: int) -> None:
         first_s, now_s = self.log.prefill_done_s[row], self.clock.now
+        if row in self._whole and not math.isnan(first_s):
+            first_s = now_s
         del self._live[row]
         if self._window_s and not math.isnan(first_s):
             ended = self._ended_ttfts
@@ -264,6 +287,7 @@ class Fleet:
             fast_forward=self._fast_forward,
             noise=None if self._noise is None else self._noise.stream(index),
             speculation=pool.plan.speculation,
+            server=self._server,
         )
         slot = Slot(index, pool, replica)
         self.slots.append(slot)
@@ -359,12 +383,9 @@ class Fleet:
         if was in _HOLDS_REQUESTS:
             if was is ReplicaState.READY:
                 self._leave(slot)
-            for request in slot.replica.halt():
-                row = _row(request)
-                known = slot.replica.scheduler.seqs.known
-                tokens = int(known[request.slot]) if request.slot >= 0 else request.num_tokens
-                self.lost_tokens += tokens - request.prompt_tokens
-                lost.append(row)
+            for request, tokens in slot.replica.halt():
+                self.lost_tokens += tokens
+                lost.append(_row(request))
         for row in [row for row, (source, _) in self._transfers.items() if source is slot]:
             del self._transfers[row]
             self.lost_tokens += 1
@@ -454,7 +475,7 @@ class Fleet:
     def _retire(self, slot: Slot) -> None:
         if slot.state is ReplicaState.READY:
             self._leave(slot)
-            if slot.outstanding:
+            if not slot.is_empty:
                 self._set(slot, ReplicaState.DRAINING)
                 return
         self._set(slot, ReplicaState.STOPPED)
@@ -469,15 +490,15 @@ class Fleet:
     @property
     def num_waiting(self) -> int:
         """Requests let in that no engine runs yet."""
-        queued = sum(s.replica.scheduler.num_waiting for s in self.slots if s.state in _HOLDS_REQUESTS)
+        queued = sum(s.replica.num_waiting for s in self.slots if s.state in _HOLDS_REQUESTS)
         decode = self.decode.unsent() if self.decode is not None else 0
         return queued + self.entry.unsent() + decode + len(self._pending)
 
     @property
     def num_without_token(self) -> int:
-        """Requests let in that have no first token yet."""
-        first_s = self.log.prefill_done_s
-        return sum(math.isnan(first_s[row]) for row in self._live)
+        """Requests let in that have shown no token yet."""
+        first_s, whole = self.log.prefill_done_s, self._whole
+        return sum(row in whole or math.isnan(first_s[row]) for row in self._live)
 
     def _num_pending(self, router: Router) -> int:
         return sum((router is self.decode) is bool(request.external_tokens) for request in self._pending)
@@ -485,9 +506,12 @@ class Fleet:
     def ttfts(self, from_s: float) -> tuple[list[float], list[float]]:
         """TTFTs of first tokens since `from_s`, and waits so far of those without one; at the engine."""
         sent_s, first_s, now_s = self.log.sent_s, self.log.prefill_done_s, self.clock.now
+        whole = self._whole
         done = [ttft_s for _, at_s, ttft_s in self._ended_ttfts if at_s >= from_s]
-        done += [first_s[row] - sent_s[row] for row in self._live if first_s[row] >= from_s]
-        return done, [now_s - sent_s[row] for row in self._live if math.isnan(first_s[row])]
+        done += [
+            first_s[row] - sent_s[row] for row in self._live if first_s[row] >= from_s and row not in whole
+        ]
+        return done, [now_s - sent_s[row] for row in self._live if row in whole or math.isnan(first_s[row])]
 
     # ---- the record ----------------------------------------------------------------------------------------
 

@@ -192,7 +192,7 @@ def test_the_twins_own_searches_make_the_engines_plans(
 
     def told(world: Any) -> None:
         nonlocal ours
-        world.beams._next_tokens = Said(said)
+        world.server.beams._next_tokens = Said(said)
         ours = name_plans(world.replicas[0].scheduler)
 
     lengths = [*((prompt, length) for _, prompt, length in searches), *others]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from serving.beams import Beams
 from serving.config import SchedulerConfig
 from serving.errors import UsageError
-from sim.beam import NextTokens
+from sim.beam import NextTokens, check_beams
 from sim.metrics import summarise
 from sim.record import RunRecord, Status
 from sim.verdict import what_bounds
@@ -245,9 +245,8 @@ def test_a_search_stays_where_its_pages_are(router: str) -> None:
     record = run_world(workload, config, LinearPricer(), num_replicas=2, router=router)
     assert record.beams is not None
     assert record.beams.searches == 6
-    if router != "central":
-        assert record.beams.computed_tokens == 6 * computed_by_formula(3, 50, 40)
-        assert set(record.requests.replica.tolist()) == {0, 1}
+    assert record.beams.computed_tokens == 6 * computed_by_formula(3, 50, 40)
+    assert set(record.requests.replica.tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -292,24 +291,12 @@ def test_a_seed_names_the_survivors() -> None:
     assert not np.array_equal(first.steps.used_pages, other.steps.used_pages)
 
 
-def test_what_is_not_modelled_is_refused() -> None:
-    from sim.beam import check_beams
-
-    workload = searching([2], make_workload([0.0], [5], [5]))
-    for what, words in (
-        ({"fleet": True}, "fleet"),
-        ({"followed": True}, "--stream-interval"),
-        ({"drafts": True}, "--speculative-config"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            check_beams(workload, **what)
-        check_beams(replace(workload, beam_width=None), **what)
-
-
 def test_drafts_beside_searches_are_verified_of_the_others() -> None:
-    from sim.beam import check_beams
-
-    check_beams(searching([2, 0], make_workload([0.0, 0.0], [5, 5], [5, 5])), drafts=True)
+    workload = searching([2, 0], make_workload([0.0, 0.0], [5, 5], [5, 5]))
+    check_beams(workload, drafts=True)
+    check_beams(replace(workload, beam_width=None), drafts=True)
+    with pytest.raises(UsageError, match="--speculative-config"):
+        check_beams(searching([2], make_workload([0.0], [5], [5])), drafts=True)
 
 
 def test_a_reading_of_a_run_has_its_own_requests_only() -> None:

@@ -143,11 +143,8 @@ def test_an_interrupted_request_has_shown_nothing() -> None:
     assert np.isnan(record.requests.first_token_s[0])
 
 
-def test_what_is_not_modelled_is_refused() -> None:
+def test_a_search_samples_nothing() -> None:
     workload = sampling([2], make_workload([0.0], [5], [5]))
-    for what in ({"fleet": True}, {"followed": True}):
-        with pytest.raises(UsageError, match="--best-of"):
-            check_best_of(workload, **what)
     with pytest.raises(UsageError, match="--beam-width"):
         check_best_of(replace(workload, beam_width=np.array([2], np.int64)))
 
