@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sim.clock import STEP, Clock
+from sim.clock import LATE, Clock
 from sim.log import RequestLog
 from sim.network import Delivering, Line
 from sim.record import Deliveries, Floats, Ints, RequestTable, Status
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from serving.request import Request
     from sim.replica import Replica
 
-LATE = STEP + (1 << 40)
-"""Priority of what happens on the network: after all step boundaries of the same time."""
 TOO_SLOW = "the client did not read in time"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappush
+from heapq import heapify, heappush
 from typing import Any
 
 import simpy
@@ -11,6 +11,8 @@ from simpy.events import NORMAL, Event
 
 STEP = NORMAL + 1
 """Priority of step boundaries: whoever arrives at the very same time is seen by the step that starts then."""
+LATE = STEP + (1 << 40)
+"""Priority of what happens on the network: after all step boundaries of the same time."""
 
 
 class Clock(simpy.Environment):
@@ -26,6 +28,11 @@ class Clock(simpy.Environment):
         event._value = None
         heappush(self._queue, (time_s, priority, next(self._eid), event))  # type: ignore[misc]
         return event
+
+    def drop(self, event: Event) -> None:
+        """Forget an event that has not happened. Takes as long as the queue is."""
+        self._queue = [entry for entry in self._queue if entry[3] is not event]
+        heapify(self._queue)
 
     def call_at(self, time_s: float, action: Callable[[], Any]) -> None:
         """Run `action()` at `time_s`, before any step that starts then."""

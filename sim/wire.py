@@ -13,6 +13,12 @@ from heapq import heappop, heappush
 from math import inf
 
 
+def slice_end_s(first_s: float, time_s: float, slice_s: float) -> float:
+    """When the slice ends in which a token comes at `time_s`; slices follow each other from the first token on."""
+    slices = -(-round((time_s - first_s) / slice_s, 9) // 1)
+    return max(first_s + slices * slice_s, time_s)
+
+
 class Stream:
     """One answer: its events as they leave the server, and when the client takes each of them."""
 
@@ -77,9 +83,7 @@ class Stream:
         self.pending_s = time_s
         if self.slice_s:
             if self.until_s == inf:
-                first_s = self.left_s[0] - self.lag_s
-                slices = -(-round((time_s - first_s) / self.slice_s, 9) // 1)
-                self.until_s = max(first_s + slices * self.slice_s, time_s)
+                self.until_s = slice_end_s(self.left_s[0] - self.lag_s, time_s, self.slice_s)
             if self.until_s <= time_s:
                 self._send(time_s)
         elif self.pending >= self.interval:

@@ -88,8 +88,7 @@ def streaming() -> Entry:
     return Entry(
         "streaming",
         "Streaming: tokens an event",
-        "--stream-interval (simulate and serve), --stream-slice-ms (simulate); tokentwin reading RUN "
-        "--stream-interval 1,8,32",
+        "--stream-interval, --stream-slice-ms (simulate and serve); tokentwin reading RUN --stream-interval 1,8,32",
         f"Sending 32 tokens together instead of one makes 1/32 of the events, and the longest pause grows from "
         f"{pauses[0]:.0f} to {pauses[-1]:.0f} ms (P95); the first whole word comes after {words[-1]:.0f} instead of "
         f"{words[0]:.0f} ms. Up to {max(n for n, w in zip(groups, pauses, strict=True) if w < 2 * pauses[0]):g} "

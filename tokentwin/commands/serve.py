@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from serving.errors import UsageError
 from sim.fleet.build import FLEET_FIELDS
+from sim.network import check_network
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT, OBSERVE
 from tokentwin.flags import Flag, takes
@@ -68,7 +69,7 @@ TWIN_ONLY = (
 )
 """Flags that the engine does not know."""
 REAL_ONLY = ("load_format", "device")
-MEASURED_HERE = ("tokenize_us_per_token", "detokenize_us_per_token", "stream_slice_ms", "network")
+MEASURED_HERE = ("tokenize_us_per_token", "detokenize_us_per_token", "network")
 """What the twin assumes of a front end and of the way to clients is real here."""
 ANSWER_DEPENDS_ON = (
     "engine",
@@ -177,6 +178,7 @@ def make_twin(given: Mapping[str, Any]) -> Backend:
         twin_codec(folder),
         root=str(folder) if folder is not None else None,
         policy_options=policy_options(built.deployment),
+        stream_slice_s=built.deployment.stream_slice_ms / 1e3,
         **{ours: given[flag] for flag, ours in names.items() if flag in given},
     )
 
@@ -246,6 +248,7 @@ def make_engine(given: Mapping[str, Any]) -> Backend:
         engine.tokenizer,
         model=Path(d.model).name,
         root=str(folder or Path(d.model).expanduser().resolve()),
+        stream_slice_s=d.stream_slice_ms / 1e3,
         **{name: given[name] for name in ("max_waiting", "stream_interval") if name in given},
     )
 
@@ -318,6 +321,8 @@ def _check(given: Mapping[str, Any]) -> None:
             raise UsageError(f"{SERVE[name].option} must be 0 or more seconds, got {given[name]:g}")
     if not given.get("time_scale", 1.0) > 0:
         raise UsageError(f"--time-scale must be a positive number, got {given['time_scale']:g}")
+    if "model" in given:
+        check_network(make_deployment(given))
 
 
 def _need_extra() -> None:

@@ -36,7 +36,7 @@ from tokentwin.server.backend import (
 )
 from tokentwin.server.beams import BeamSearch
 from tokentwin.server.generation import MailGeneration
-from tokentwin.server.mailbox import Mailbox
+from tokentwin.server.mailbox import Mailbox, Slices
 from tokentwin.server.whole import BestOf, WholeGeneration, candidates
 
 Take = Callable[[Output, float], None]
@@ -144,6 +144,7 @@ class EngineBackend:
         root: str,
         max_waiting: int = 10_000,
         stream_interval: int = 1,
+        stream_slice_s: float = 0.0,
         buffer_tokens: int = 1 << 14,
     ) -> None:
         self.engine = engine
@@ -152,6 +153,7 @@ class EngineBackend:
         self.root = root
         self.max_model_len = engine.config.max_model_len
         self._interval = stream_interval
+        self._slices = Slices(stream_slice_s, self._call_at) if stream_slice_s else None
         self._buffer_tokens = buffer_tokens
         self._max_unfinished = engine.config.max_num_seqs + max_waiting
         self._unfinished = 0
@@ -220,7 +222,9 @@ class EngineBackend:
                 request, replace(sampling, max_tokens=scheduler.finish_at(probe) - len(request.prompt))
             )
         submission = _Submission(
-            Mailbox(self._interval, self._buffer_tokens), self.engine.now_s(), len(request.prompt)
+            Mailbox(self._interval, self._buffer_tokens, self._slices),
+            self.engine.now_s(),
+            len(request.prompt),
         )
         try:
             submission.requests = self.engine.add(
@@ -325,6 +329,10 @@ class EngineBackend:
         except RuntimeError:  # the loop has ended, and nobody listens any more
             self._outbox.clear()
 
+    def _call_at(self, time_s: float, action: Callable[[], None]) -> Callable[[], None]:
+        """Do something at a time of the engine's clock; returns what calls it off."""
+        return self._loop.call_later(time_s - self.engine.now_s(), action).cancel
+
     def _deliver(self) -> None:
         """On the loop: outputs into their mailboxes."""
         try:
@@ -359,7 +367,7 @@ class EngineBackend:
             delta.timing = self._end(submission, output)
         if output.finish_reason in ("error", "rejected"):
             submission.mailbox.fail(Failed(output.message))
-        elif not submission.mailbox.put(delta) and output.finish_reason is None:
+        elif not submission.mailbox.put(delta, now_s) and output.finish_reason is None:
             self.engine.abort(submission.requests[index])
 
     def _end(self, submission: _Submission, output: Output) -> Timing:

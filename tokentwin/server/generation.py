@@ -41,6 +41,7 @@ class MailGeneration:
         for index in self._open:
             self._abort(index, "abort")
         self._open.clear()
+        self._mailbox.close()
 
     def _shown(self, delta: Delta) -> Delta:
         return delta
@@ -52,6 +53,17 @@ class TextGeneration(MailGeneration):
     def __init__(self, codec: Codec, request: GenerationRequest, mailbox: Mailbox, abort: Abort) -> None:
         super().__init__(mailbox, request.sampling.n, abort)
         self._texts = [_Text(codec, request) for _ in range(request.sampling.n)]
+        if mailbox.gathers and request.sampling.stop:
+            self._ahead = [_Text(codec, request) for _ in range(request.sampling.n)]
+            mailbox.is_last = self._stops
+
+    def _stops(self, delta: Delta) -> bool:
+        """Whether a stop string ends the answer, looked for before the text is shown, so that the end need not wait."""
+        text = self._ahead[delta.index]
+        if text.stopped_by is None:
+            text.add(delta.token_ids)
+            text.take()
+        return text.stopped_by is not None
 
     def _shown(self, delta: Delta) -> Delta:
         text = self._texts[delta.index]

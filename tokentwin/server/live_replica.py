@@ -188,10 +188,10 @@ class LiveReplica(Replica):
         tokens = [answer.token(answer.told + i) for i in range(count)]
         answer.told += count
         if not finished:
-            if not answer.mailbox.put(Delta(answer.index, tokens)):
+            if not answer.mailbox.put(Delta(answer.index, tokens), self.now_s):
                 self._tell_unread(answer)
             return
         whole = answer.told >= request.max_tokens
         reason = "stop" if answer.stops_itself and whole else "length"
-        answer.mailbox.put(Delta(answer.index, tokens, "", reason, None, answer.timing()))
+        answer.mailbox.put(Delta(answer.index, tokens, "", reason, None, answer.timing()), self.now_s)
         self._tell_end(answer, reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from serving.errors import UsageError
 from serving.policies import load_policy
 from serving.request import Request, TokenKeys
 from serving.scheduler import Scheduler
-from sim.clock import Clock
+from sim.clock import LATE, Clock
 from sim.deployment import Built
 from sim.jitter import step_noise
 from sim.router import Central, RouterOptions, make_router
@@ -35,7 +36,7 @@ from tokentwin.server.backend import (
 )
 from tokentwin.server.generation import TextGeneration
 from tokentwin.server.live_replica import Answer, LiveReplica
-from tokentwin.server.mailbox import Mailbox
+from tokentwin.server.mailbox import Mailbox, Slices
 from tokentwin.server.twin_beams import TwinSearch, Words
 from tokentwin.server.whole import BestOf, WholeGeneration, candidates
 
@@ -64,6 +65,7 @@ class TwinBackend:
         answer_tokens: int = 256,
         max_waiting: int = 10_000,
         stream_interval: int = 1,
+        stream_slice_s: float = 0.0,
         buffer_tokens: int = 1 << 14,
     ) -> None:
         if not 0 < time_scale < math.inf:
@@ -80,6 +82,7 @@ class TwinBackend:
         self._scale = time_scale
         self._answer_tokens = answer_tokens
         self._interval = stream_interval
+        self._slices = Slices(stream_slice_s, self._call_late) if stream_slice_s else None
         self._buffer_tokens = buffer_tokens
         self._policy_options = policy_options or {}
         self._script = script(codec)
@@ -194,6 +197,13 @@ class TwinBackend:
         finally:
             timer.cancel()
 
+    def _call_late(self, time_s: float, action: Callable[[], None]) -> Callable[[], None]:
+        """Do something when all steps that end by a simulated time have told their tokens; returns what calls it off."""
+        event = self._clock.at(time_s, LATE)
+        assert event.callbacks is not None
+        event.callbacks.append(lambda _: action())
+        return lambda: self._clock.drop(event)
+
     # ---- requests ------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> Generation:
@@ -213,7 +223,7 @@ class TwinBackend:
             return self._search(request, sampling)
         prompt_tokens, length = len(request.prompt), sampling.max_tokens
         now_s = max(self.now_s(), self._clock.now)
-        mailbox = Mailbox(self._interval, self._buffer_tokens)
+        mailbox = Mailbox(self._interval, self._buffer_tokens, self._slices)
         answers: list[Answer] = []
         for index in range(sampling.n):
             keys = (
