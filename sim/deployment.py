@@ -31,6 +31,7 @@ from sim.deployment_limits import (
     eviction_limits,
     fitting_seqs,
     host_pages,
+    idle_options,
     is_asynchronous,
     policy_options,
     swapping,
@@ -436,7 +437,7 @@ def simulate(
             f"none of the {len(rejected)} requests can run: {record.requests.reason[0]}; raise --max-model-len or "
             "the memory for KV, or shorten the prompts"
         )
-    warnings = [*built.warnings, *record.warnings]
+    warnings = [*built.warnings, *idle_options(d, workload), *record.warnings]
     if rejected.any():
         first = record.requests.reason[int(np.flatnonzero(rejected)[0])]
         warnings.append(

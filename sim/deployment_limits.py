@@ -15,6 +15,7 @@ from serving.policies.adaptive import parse_size_classes
 
 if TYPE_CHECKING:
     from sim.deployment import Deployment
+    from sim.workload import Workload
 
 
 def is_asynchronous(d: Deployment) -> bool:
@@ -37,6 +38,16 @@ def check_recent(d: Deployment) -> None:
         raise UsageError(
             "--kv-cache-recent-tokens: drafts are verified with one precision; leave out --speculative-config"
         )
+
+
+def idle_options(d: Deployment, workload: Workload) -> list[str]:
+    """Warnings of options that mean nothing on a workload; no errors, for the same deployment may run others too."""
+    if d.scheduling_policy == "fair" and len(set(workload.tenant.tolist())) == 1:
+        return [
+            "--scheduling-policy fair has no effect: all requests are of one tenant, so that they are served first come "
+            "first; give tenants in a workload file"
+        ]
+    return []
 
 
 def eviction_limits(d: Deployment, model: ModelShape) -> dict[str, Any]:

@@ -80,6 +80,8 @@ ANSWER_DEPENDS_ON = (
     "answer_len",
 )
 """Flags besides the model that decide what is answered, so that servers that differ in them share no cached answer."""
+NOT_OVER_HTTP = {"edf": "deadlines", "fair": "tenants"}
+"""Orders of the queue, and what they need that requests over HTTP do not say."""
 LEAST = {"stream_interval": 1, "max_waiting": 1, "max_body_mib": 1, "answer_len": 1, "port": 0,
          "response_cache_entries": 1, "response_cache_ttl": 1}  # fmt: skip
 
@@ -313,6 +315,10 @@ def _check(given: Mapping[str, Any]) -> None:
             )
     if given.get("router") == "session":
         raise UsageError("--router session: requests over HTTP name no session; use prefix_hash or another")
+    if (order := given.get("scheduling_policy")) in NOT_OVER_HTTP:
+        raise UsageError(
+            f"--scheduling-policy {order} needs {NOT_OVER_HTTP[order]}, and requests over HTTP have none; use fcfs"
+        )
     for name, least in LEAST.items():
         if given.get(name, least) < least:
             raise UsageError(f"{SERVE[name].option} must be at least {least}, got {given[name]}")

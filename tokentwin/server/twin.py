@@ -70,10 +70,6 @@ class TwinBackend:
     ) -> None:
         if not 0 < time_scale < math.inf:
             raise UsageError(f"--time-scale must be a positive number, got {time_scale:g}")
-        if built.limits.queue_order == "edf":
-            raise UsageError(
-                "--scheduling-policy edf needs deadlines, and requests over HTTP have none; use fcfs"
-            )
         self.built = built
         self.codec = codec
         self.model = built.model.name

@@ -60,7 +60,12 @@ def test_every_flag_is_explained_in_a_sentence() -> None:
         ((*TWIN, "--host", "256.1.1.1"), "--host 256.1.1.1"),
         ((*TWIN, "--tokenizer", "/nowhere"), "--tokenizer /nowhere"),
         ((*TWIN, "--device", "cpu"), "--device has an effect only with --engine real"),
-        ((*TWIN, "--scheduling-policy", "edf"), "edf"),
+        ((*TWIN, "--scheduling-policy", "edf"), "--scheduling-policy edf needs deadlines"),
+        ((*TWIN, "--scheduling-policy", "fair"), "--scheduling-policy fair needs tenants"),
+        (
+            ("serve", "--model", MODEL, "--scheduling-policy", "edf"),
+            "--scheduling-policy edf needs deadlines",
+        ),
         ((*TWIN, "--static-batch-size", "4"), "--static-batch-size"),
         ((*TWIN, "--num-prompts", "4"), "--num-prompts"),
         (

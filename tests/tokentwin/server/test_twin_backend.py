@@ -213,5 +213,3 @@ def test_what_a_twin_cannot_do_is_refused() -> None:
     asyncio.run(main())
     with pytest.raises(UsageError, match="--time-scale"):
         twin(time_scale=0)
-    with pytest.raises(UsageError, match="edf"):
-        twin(scheduling_policy="edf")
