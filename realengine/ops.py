@@ -66,9 +66,9 @@ def make_ops(
     """The fastest operators for `device`; `dtype` is that of activations."""
     cos, sin = rotary_tables(rope, head_dim, max_positions, device)
     if device.type == "cpu":
-        from realengine.ops_torch import TorchOps
+        from realengine.glue import cpu_ops
 
-        return TorchOps(cos, sin, dtype)
+        return cpu_ops(cos, sin, dtype)
     return KernelOps(cos, sin, operators(device))
 
 

@@ -79,17 +79,15 @@ class TorchOps:
         return silu(gate).mul_(up)
 
     def attention(self, batch: Batch, num_heads: int, num_kv_heads: int) -> Attend:
-        cos = self._cos[batch.positions].unsqueeze(1)
-        sin = self._sin[batch.positions].unsqueeze(1)
         if batch.recent is not None:
             from realengine.quant_recent import RecentAttention
 
-            return RecentAttention(batch, cos, sin, num_heads, num_kv_heads)
-        return TorchAttention(batch, cos, sin, num_heads, num_kv_heads)
+            return RecentAttention(batch, self._cos, self._sin, num_heads, num_kv_heads)
+        return TorchAttention(batch, self._cos, self._sin, num_heads, num_kv_heads)
 
 
 class TorchAttention:
-    """Attention of one step over the cache's pages."""
+    """Attention of one step over the cache's pages; `cos` and `sin` are tables [max_positions, dim]."""
 
     def __init__(self, batch: Batch, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
         self.batch = batch
@@ -98,18 +96,16 @@ class TorchAttention:
         self._made = False
         self._token_index: Tensor | None = None
         self._visible: Tensor | None = None
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[Chunk] = []
         self.scratch = Scratch()
 
     def _prepare(self, page_tokens: int, dtype: torch.dtype) -> None:
-        """Index and masks that every layer shares."""
-        self._made = True
-        batch = self.batch
-        decodes = batch.num_decodes
-        lengths = batch.context_len.long()
-        tables = batch.page_table.long()
-        self.cos, self.sin = self.cos.to(dtype), self.sin.to(dtype)
+        """Rotation, index and masks that every layer shares."""
+        self._take_positions(dtype)
+        decodes = self.batch.num_decodes
         if decodes:
+            lengths = self.batch.context_len.long()
+            tables = self.batch.page_table.long()
             length = int(lengths[:decodes].max())
             index = token_index(tables[:decodes], length, page_tokens)
             seen = torch.arange(length) < lengths[:decodes, None]
@@ -118,6 +114,17 @@ class TorchAttention:
                 index = torch.where(seen, index, index[:, :1])
                 self._visible = seen[:, None, None, :]
             self._token_index = index.flatten()
+        self._prepare_chunks(page_tokens, dtype)
+
+    def _take_positions(self, dtype: torch.dtype) -> None:
+        self._made = True
+        self.cos, self.sin = (
+            table[self.batch.positions].unsqueeze(1).to(dtype) for table in (self.cos, self.sin)
+        )
+
+    def _prepare_chunks(self, page_tokens: int, dtype: torch.dtype) -> None:
+        batch, decodes = self.batch, self.batch.num_decodes
+        lengths, tables = batch.context_len, batch.page_table.long()
         starts = batch.query_start.tolist()
         for row in range(decodes, len(tables)):
             start, end = (decodes + starts[row - decodes + i] for i in (0, 1))
@@ -125,7 +132,7 @@ class TorchAttention:
             index = token_index(tables[row : row + 1], context, page_tokens).flatten()
             if blocks := blocks_win(dtype, end - start, context):
                 index = torch.cat((index, index[-1:].expand(padded(context) - context)))
-            self._chunks.append(_Chunk(start, end, context, index, blocks))
+            self._chunks.append(Chunk(start, end, context, index, blocks))
 
     def rotated(
         self, qkv: Tensor, page_tokens: int, norms: HeadNorms | None
@@ -146,16 +153,16 @@ class TorchAttention:
     def __call__(self, qkv: Tensor, cache: LayerCache, norms: HeadNorms | None) -> Tensor:
         q, k, v = self.rotated(qkv, cache.k.shape[1], norms)
         dim = q.shape[2]
-        store = QuantisedCache(cache, dim, self.scratch) if has_own_layout(cache) else _PlainCache(cache)
+        store = QuantisedCache(cache, dim, self.scratch) if has_own_layout(cache) else PlainCache(cache)
         store.write(self.batch.slots, k, v)
         decodes = self.batch.num_decodes
         if decodes == len(q):
             return self._decode(q, store, dim)
         parts = [self._decode(q[:decodes], store, dim)] if decodes else []
-        parts += [self._chunk(q, chunk, store, dim) for chunk in self._chunks]
+        parts += [self._chunk(q[chunk.start : chunk.end], chunk, store, dim) for chunk in self._chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode(self, q: Tensor, store: QuantisedCache | _PlainCache, dim: int) -> Tensor:
+    def _decode(self, q: Tensor, store: QuantisedCache | PlainCache, dim: int) -> Tensor:
         """The heads of a group are the query rows of their KV head, so that K and V are never repeated."""
         rows, index = q.shape[0], self._token_index
         assert index is not None
@@ -164,9 +171,8 @@ class TorchAttention:
         q = q.reshape(rows, self.num_kv_heads, -1, dim)
         return scaled_dot_product_attention(q, k, v, self._visible).reshape(rows, -1)
 
-    def _chunk(self, q: Tensor, chunk: _Chunk, store: QuantisedCache | _PlainCache, dim: int) -> Tensor:
+    def _chunk(self, q: Tensor, chunk: Chunk, store: QuantisedCache | PlainCache, dim: int) -> Tensor:
         k, v = (x.view(len(chunk.index), self.num_kv_heads, dim) for x in store.read(chunk.index, q.dtype))
-        q = q[chunk.start : chunk.end]
         if chunk.blocks:
             return block_attention(q, k, v, chunk.context)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -176,7 +182,7 @@ class TorchAttention:
         return out[0].transpose(0, 1).reshape(chunk.end - chunk.start, -1)
 
 
-class _PlainCache:
+class PlainCache:
     """One layer's cache in the type of the activations, slot by slot."""
 
     def __init__(self, cache: LayerCache) -> None:
@@ -193,7 +199,7 @@ class _PlainCache:
         return self._k.index_select(0, index), self._v.index_select(0, index)
 
 
-class _Chunk:
+class Chunk:
     """Tokens `start` to `end` of the step, the last of `context` tokens at `index` in the cache.
 
     With `blocks` they attend in blocks, and `index` is padded with the last token.

@@ -142,9 +142,8 @@ class RecentAttention(TorchAttention):
         self._parts: list[_Part] = []
 
     def _prepare(self, page_tokens: int, dtype: torch.dtype) -> None:
-        self._made = True
+        self._take_positions(dtype)
         batch, window, decodes, n = self.batch, self.window, self.batch.num_decodes, self.window.tokens
-        self.cos, self.sin = self.cos.to(dtype), self.sin.to(dtype)
         tables = batch.page_table.long()
         if decodes:
             end, first = batch.context_len[:decodes, None].long(), window.first[:decodes, None]
