@@ -16,10 +16,10 @@ CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 YAML = re.compile(r"```yaml\n# (\S+\.yaml)\n(.*?)```", re.DOTALL)
 
 
-def again(page: str, trace: Path) -> str:
-    """The page with every command of its console blocks run again, in a folder with its YAML files and the trace.
+def again(page: str, trace: Path, without: str | None = None) -> str:
+    """The page with the commands of its console blocks run again, in a folder with its YAML files and the trace.
 
-    Raises CalledProcessError where a command fails.
+    A block with a command that begins as `without` does stays as it is. Raises CalledProcessError where a command fails.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -28,6 +28,8 @@ def again(page: str, trace: Path) -> str:
             (folder / file).write_text(content, encoding="utf-8")
 
         def ran(block: re.Match[str]) -> str:
+            if without is not None and f"$ {without}" in block[1]:
+                return block[0]
             commands = [line[2:] for line in block[1].splitlines() if line.startswith("$ ")]
             parts = [f"$ {command}\n{run(command, folder)}\n" for command in commands]
             return "```console\n" + "".join(parts) + "```"

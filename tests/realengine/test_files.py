@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -215,11 +216,12 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_reads_as_transformers_reads_it() -> None:
+def test_smollm2_reads_as_transformers_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """An independent reader of the same file: dequantisation, rotary order and tokenizer."""
     import transformers
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))  # it would be parsed four times
     path = smollm2_gguf()
     file = read_gguf(path)
     config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
