@@ -7,11 +7,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from serving.errors import UsageError, nearest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+NO_PATH = "is empty; give a path, and . for the current folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def _parameter(flag: Flag) -> inspect.Parameter:
         consume_multiple=1 if flag.several else None,
         negative=None if flag.negative else (),
         negative_iterable=(),
-        converter=_whole if flag.kind in (int, int | None) else None,
+        converter=_whole if flag.kind in (int, int | None) else _path if flag.kind is Path else None,
     )
     annotation: Any = Annotated[flag.kind | None, how]
     return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -92,6 +94,13 @@ def _whole(kind: Any, tokens: Any) -> int:
         return int(value)
     except ValueError:
         raise ValueError(f"must be a whole number, got {value!r}") from None
+
+
+def _path(kind: Any, tokens: Any) -> Path:
+    """A path; an empty one would be the current folder, and comes of a variable of the shell that is not set."""
+    if not tokens[0].value:
+        raise ValueError(NO_PATH)
+    return Path(tokens[0].value)
 
 
 def _columns(console: Any, options: Any, entries: Any) -> Any:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import tokentwin as tt
+from serving.errors import UsageError
 from tests.tokentwin.shell import SMALL, Command
 
 PLAN = (
@@ -48,6 +50,8 @@ CAPACITY = ("capacity", "--model", "llama-3.1-8b", "--dataset-name", "random", "
         (("--slo",), "--slo"),
         (("--goodput",), "--goodput"),
         (("--gpu", ""), "--gpu is empty"),
+        (("-o", ""), "-o: is empty; give a path, and . for the current folder"),
+        (("--save-result", "--result-dir", ""), "--result-dir: is empty; give a path"),
         # Options that other ones leave without effect.
         (
             ("--gpu", "h100", "--pools", "[{gpu: h200}, {gpu: l40s}]"),
@@ -160,3 +164,15 @@ def test_a_long_list_of_known_names_is_cut(tokentwin: Command, tmp_path: Path) -
     path = tmp_path / "c.yaml"
     path.write_text("zzz: 1\n")
     assert len(tokentwin("simulate", "--config", path).error) < 500
+
+
+def test_an_empty_folder_is_none_in_files_and_from_python_either(tokentwin: Command, tmp_path: Path) -> None:
+    """`-o $UNSET` would write beside whatever is in the current folder."""
+    (tmp_path / "a.yaml").write_text('output_dir: ""\n')
+    answer = tokentwin("simulate", *SMALL, "--config", tmp_path / "a.yaml")
+    assert answer.code == 2
+    assert "line 1: output_dir: is empty; give a path" in answer.error
+    with pytest.raises(UsageError, match=r"sweep\(\): output_dir: is empty"):
+        tt.sweep(model="llama-3.1-8b", dataset_name="random", request_rate=[1, 2], output_dir="")
+    for command in (("diff", "a", "b"), ("explore", "a"), ("report", "a")):
+        assert "-o: is empty; give a path" in tokentwin(*command, "-o", "").error
