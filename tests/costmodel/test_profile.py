@@ -89,6 +89,22 @@ def test_show_prints_coefficients_errors_and_hull() -> None:
         assert expected in text
 
 
+@pytest.mark.parametrize("name", list_profiles())
+def test_show_fits_80_columns_and_breaks_between_things(name: str) -> None:
+    profile = load_profile(name)
+    lines = render_profile(profile).splitlines()
+    assert max(map(len, lines)) <= 80
+    whole = " ".join(line.strip() for line in lines)
+    p = profile.provenance
+    for value in (p.measured, *p.repositories, *p.engine_versions, *p.tables, *p.notes):
+        assert " ".join(value.split()) in whole
+    for _, fit in profile.kernels():
+        assert fit.source in whole
+        for coefficient, value in fit.coefficients.items():
+            pair = f"{coefficient} {value:.4g}"
+            assert any(pair in line for line in lines), pair
+
+
 def test_a_datasheet_profile_needs_no_measurement() -> None:
     profile = datasheet_profile(device_facts("h100"))
     assert profile.kernels() == []

@@ -49,7 +49,6 @@ def fit(
     from costmodel.render import render_profile
     from experiments.results import writable
     from serving.errors import UsageError
-    from tokentwin.commands.shelf import wrapped
 
     if not tables:
         raise UsageError("calibrate fit needs tables: name one or more CSV files, Parquet files or folders")
@@ -68,7 +67,7 @@ def fit(
     )
     with writable(output):
         output.write_text(profile.to_json() + "\n", encoding="utf-8")
-    sys.stdout.write(f"{wrapped(render_profile(profile))}\n\nWrote {output}; use it with --gpu {output}\n")
+    sys.stdout.write(f"{render_profile(profile)}\n\nWrote {output}; use it with --gpu {output}\n")
     return 0
 
 

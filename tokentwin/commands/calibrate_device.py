@@ -48,7 +48,6 @@ def device(
     """
     from costmodel.render import render_profile
     from experiments.results import writable
-    from tokentwin.commands.shelf import wrapped
 
     seconds = parse_budget(budget)
     for name, value, least in (
@@ -84,7 +83,7 @@ def device(
     on_cpu = options.torch_device().type == "cpu"
     with _bar() as progress, pinned() if on_cpu else nullcontext():
         done = calibrate(plan, output, progress=progress, say=_say)
-    text = wrapped(render_profile(done.profile))
+    text = render_profile(done.profile)
     notes = "\n".join(f"- {note}" for note in done.notes)
     sys.stdout.write(f"{text}\n\n{notes}\n\nWrote {output}; use it with --gpu {output}\n")
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-import textwrap
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -39,18 +38,9 @@ def show_profile(
     if json:
         text = json_format.dumps(json_format.loads(profile.to_json()), indent=1)
     else:
-        text = wrapped(render_profile(profile))
+        text = render_profile(profile)
     sys.stdout.write(text + "\n")
     return 0
-
-
-def wrapped(text: str, width: int = 80) -> str:
-    """`text` with longer lines broken between words and continued two columns further in."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
-    return "\n".join(lines)
 
 
 def list_models() -> int:
