@@ -1,19 +1,28 @@
 """From measured steps to a device profile: each part of a step becomes samples of the kernel that prices it.
 
-A step's attention holds rotation and the writing of K and V as well; steps with nothing to attend to give those by
-themselves, as the profile's elementwise part, and attention is what is left. Whatever lies between operators goes with
-the embedding, which also happens once a step.
+A step's attention holds rotation and the writing of K and V as well (`calibration.microbench_attention`), which become
+the profile's elementwise part; attention is what is left. Whatever lies between operators goes with the embedding,
+which also happens once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from calibration.fit import Options, fit_kernel, grid_groups
-from calibration.microbench_run import Measured, Store, steadied
+from calibration.microbench_attention import (
+    LEAST_SHARE,
+    Beside,
+    attention_means,
+    chunks_apart,
+    longest_share,
+    rotation,
+    saved_beside_chunks,
+)
+from calibration.microbench_run import Store, steadied
 from calibration.microbench_steps import GEMMS, repeated
 from calibration.tables import Samples
 from costmodel.formats import GEMM_FORMATS, KV_FORMATS, hardware
@@ -36,8 +45,6 @@ Point = tuple[tuple[float, ...], tuple[float, ...]]
 """(shape, grid) of a sample."""
 
 OPTIONS = Options(folds=4, max_evaluations=40)
-_LEAST_SHARE = 0.02
-"""Attention that is left after rotation is at least this share of the whole: differences of noisy times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ def rows_of(
     runs = [run for run in store.runs if rounds is None or run.round in rounds]
     if key is not None:
         runs = steadied(runs, key)
-    rotary = _rotary(runs, layers)
+    rotate = rotation(attention_means(runs, layers))
     for run in runs:
         what, parts, tokens = run.what, run.parts, float(run.what.num_tokens)
         for name in GEMMS[:4]:
@@ -85,15 +92,15 @@ def rows_of(
         add("elementwise", (embedding_bytes(shape),), (tokens,), parts["embed"] + parts["rest"])
         add("sampler", (float(shape.vocab_size),), (rows,), parts["sample"])
         whole = parts["attention"] / layers
-        rotate = min(rotary(tokens), (1.0 - _LEAST_SHARE) * whole)
+        kernel = max(whole - rotate(tokens), LEAST_SHARE * whole)
         contexts = set(what.decodes)
         if what.sampled is not None:
-            add("elementwise", (widths["rotary_emb"],), (tokens,), whole)
+            add("elementwise", (widths["rotary_emb"],), (tokens,), rotate.share * whole)
         elif not what.chunks and len(contexts) == 1:
-            add("decode", heads, (len(what.decodes), float(contexts.pop())), whole - rotate)
-        elif not what.decodes and len(set(what.chunks)) == 1:
+            add("decode", heads, (len(what.decodes), float(contexts.pop())), kernel)
+        elif not what.decodes and len(what.chunks) == 1:
             chunk, before = what.chunks[0]
-            add("prefill", heads, (len(what.chunks), float(chunk), float(before)), whole - rotate)
+            add("prefill", heads, (1.0, float(chunk), float(before)), kernel)
     for num_ranks, num_bytes, seconds in store.extras.get("collectives", ()):
         add("all_reduce", (float(num_ranks),), (float(num_bytes),), seconds)
     return [Row(kind, point, *_middle(values)) for (kind, point), values in sorted(found.items(), key=str)]
@@ -102,19 +109,6 @@ def rows_of(
 def _middle(values: Sequence[float]) -> tuple[float, int, float]:
     seconds, spread = repeated(values)
     return seconds, len(values), spread
-
-
-def _rotary(runs: Iterable[Measured], layers: float) -> Callable[[float], float]:
-    """Seconds of rotation and KV writing for a number of tokens, between the measured ones in logarithms."""
-    found: dict[int, list[float]] = {}
-    for run in runs:
-        if run.what.sampled is not None:
-            found.setdefault(run.what.num_tokens, []).append(run.parts["attention"] / layers)
-    if not found:
-        return lambda tokens: 0.0
-    sizes = sorted(found)
-    logs = np.log([repeated(found[size])[0] for size in sizes])
-    return lambda tokens: float(np.exp(np.interp(np.log(tokens), np.log(sizes), logs)))
 
 
 def fit_steps(
@@ -139,7 +133,8 @@ def fit_steps(
     layers, head = _without_head(rows, shape)
     kv_bytes = KV_FORMATS[kv_dtype].element_bytes(shape.head_dim)
     fits: dict[str, KernelFit] = {}
-    steady = Store(store.header, runs=steadied(store.runs, key) if key is not None else store.runs)
+    runs = [run for run in store.runs if rounds is None or run.round in rounds]
+    steady = Store(store.header, runs=steadied(runs, key) if key is not None else runs)
     for kind in ("gemm", "prefill", "decode", "elementwise", "sampler"):
         mine = [row for row in (layers if gemm_format != "bfloat16" else rows) if row.kind == kind]
         if not mine:
@@ -151,7 +146,7 @@ def fit_steps(
         fits[kind] = _fit(kind, mine, hw, shape, wander, options, steady)
     hw = hardware(facts, kv_bytes=kv_bytes, head_dim=shape.head_dim)
     alone = (Kernel("prefill", fits["prefill"], hw), Kernel("decode", fits["decode"], hw))
-    beside = _mixed_rows(steady, shape, *alone, rounds)
+    beside = mixed_rows(steady, shape, *alone)
     mixed = {kv_dtype: _fit("decode_mixed", beside, hw, shape, wander, options, steady)} if beside else {}
     sums = [row for row in rows if row.kind == "all_reduce"]
     # The LM head stays in 16 bit whatever the layers' format.
@@ -210,11 +205,20 @@ def _fit(
     coefficients = dict(fit.coefficients)
     if kind in ("prefill", "decode", "decode_mixed"):
         hull["head_dim"] = (float(shape.head_dim), float(shape.head_dim))
-    if kind == "prefill" and (far := _far_context(rows)) > 0:
-        coefficients["far_context"] = far
-    if kind == "decode":
-        bound = Kernel("decode", fit, hw)
-        coefficients["longest_share"] = _longest_share(store, bound, shape)
+    if kind in ("prefill", "decode"):
+        means = attention_means(store.runs, float(shape.num_layers))
+        rest = (
+            means,
+            rotation(means),
+            Kernel(kind, fit, hw),
+            (float(shape.num_heads), float(shape.num_kv_heads)),
+        )
+        if kind == "decode":
+            coefficients["longest_share"] = longest_share(*rest)
+        else:
+            coefficients["chunks_apart"] = chunks_apart(*rest)
+            if (far := _far_context(rows)) > 0:
+                coefficients["far_context"] = far
     if kind == "decode_mixed":
         # Chunks and decodes are kernels of their own here: no grid that they share, no empty blocks in it.
         coefficients["empty_block_s"] = 1e-15
@@ -228,39 +232,29 @@ def _fit(
     )
 
 
-def _mixed_rows(
-    store: Store, shape: ModelShape, prefill: Kernel, decode: Kernel, rounds: set[int] | None
-) -> list[Row]:
+def mixed_rows(store: Store, shape: ModelShape, prefill: Kernel, decode: Kernel) -> list[Row]:
     """What decodes add to a step with a chunk: what they take alone, less a constant for each size of batch.
 
-    Rotation is measured with tokens that attend to themselves, which a mixed step does not do besides; that is the
-    constant. Contexts are those of decodes alone: beside chunks they are as uneven as anywhere, and as far apart.
+    Sizes and contexts are those of decodes alone: beside chunks they are as uneven as anywhere, and as far apart.
     """
-    heads, layers = (float(shape.num_heads), float(shape.num_kv_heads)), float(shape.num_layers)
-    runs = [run for run in store.runs if rounds is None or run.round in rounds]
-    rotary = _rotary(runs, layers)
-    less: dict[int, list[float]] = {}
-    contexts: set[int] = set()
-    for run in runs:
-        what = run.what
-        if len(set(what.decodes)) != 1 or what.sampled is not None:
-            continue
-        context = what.decodes[0]
-        if not what.chunks:
-            contexts.add(context)
-        elif len(what.chunks) == 1:
-            tokens, before = what.chunks[0]
-            chunk = float(prefill.seconds(heads, 1.0, float(tokens), float(before)))
-            added = run.parts["attention"] / layers - rotary(float(what.num_tokens)) - chunk
-            alone = float(decode.seconds(heads, float(len(what.decodes)), float(context)))
-            less.setdefault(len(what.decodes), []).append(alone - added)
+    heads = (float(shape.num_heads), float(shape.num_kv_heads))
+    means = attention_means(store.runs, float(shape.num_layers))
+    beside = Beside(prefill, heads, prefill.coefficients.get("chunks_apart", 0.0))
+    saved = saved_beside_chunks(means, rotation(means), beside, decode, heads)
+    known = sorted(saved)
+    constants = [float(np.mean(saved[batch])) for batch in known]
     rows = []
-    for batch, constants in sorted(less.items()):
-        for context in sorted(contexts):
-            alone = float(decode.seconds(heads, float(batch), float(context)))
-            values = [max(alone - constant, _LEAST_SHARE * alone) for constant in constants]
-            rows.append(Row("decode_mixed", (heads, (float(batch), float(context))), *_middle(values)))
-    return rows
+    for what in means if saved else ():
+        if what.chunks or what.sampled is not None or len(set(what.decodes)) != 1:
+            continue
+        batch, context = float(len(what.decodes)), float(what.decodes[0])
+        alone = float(decode.seconds(heads, batch, context))
+        left = alone - float(np.interp(batch, known, constants))
+        nearest = min(range(len(known)), key=lambda i: abs(known[i] - batch))
+        errors = [constants[nearest] - one for one in saved[known[nearest]]]
+        values = [max(left + error, LEAST_SHARE * alone) for error in errors]
+        rows.append(Row("decode_mixed", (heads, (batch, context)), *_middle(values)))
+    return sorted(rows, key=lambda row: row.point)
 
 
 def _far_context(rows: Sequence[Row]) -> float:
@@ -272,26 +266,6 @@ def _far_context(rows: Sequence[Row]) -> float:
             chunks.setdefault(before, set()).add(tokens)
     sizes = len(set().union(*chunks.values())) if chunks else 0
     return max((before for before, met in chunks.items() if 2 * len(met) >= sizes), default=0.0)
-
-
-def _longest_share(store: Store, decode: Kernel, shape: ModelShape) -> float:
-    """0 where a batch takes as long as its mean context says, 1 where as long as its longest; from uneven batches.
-
-    More than 1 where rows are padded to the longest and masked besides.
-    """
-    heads, layers = (float(shape.num_heads), float(shape.num_kv_heads)), float(shape.num_layers)
-    rotary = _rotary(store.runs, layers)
-    found = []
-    for run in store.runs:
-        contexts = run.what.decodes
-        if run.what.chunks or len(set(contexts)) < 2:
-            continue
-        mean, longest = sum(contexts) / len(contexts), max(contexts)
-        low, high = (float(decode.seconds(heads, len(contexts), c)) for c in (mean, longest))
-        took = run.parts["attention"] / layers - rotary(float(len(contexts)))
-        if high > 1.05 * low:
-            found.append((took - low) / (high - low))
-    return round(float(np.clip(np.median(found), 0.0, 2.0)), 3) if found else 0.0
 
 
 def fastest(

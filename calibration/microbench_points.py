@@ -37,8 +37,23 @@ class Bounds:
 
 
 def reference(bounds: Bounds) -> Composition:
-    """The step that is measured again and again, to see the machine drift."""
-    return Composition((min(64, bounds.max_context),) * min(4, bounds.max_num_seqs))
+    """The step that is measured again and again, to see the machine drift: one of the grid."""
+    context = min(_contexts(bounds), key=lambda c: abs(c - 64))
+    return Composition((context,) * min(_batches(bounds), key=lambda b: abs(b - 4)))
+
+
+def _batches(bounds: Bounds) -> list[int]:
+    return octaves(1, bounds.max_num_seqs, 1.5 if bounds.odd else 2.0)
+
+
+def _contexts(bounds: Bounds) -> list[int]:
+    longest = max(bounds.max_context - bounds.odd, 1)
+    return octaves(min(16 + _off(bounds), longest), longest, 4.0)
+
+
+def _off(bounds: Bounds) -> int:
+    """What is added to round sizes to make them odd."""
+    return 3 if bounds.odd else 0
 
 
 def corners_first(values: Sequence[int]) -> list[int]:
@@ -64,14 +79,15 @@ def octaves(low: int, high: int, step: float = 2.0) -> list[int]:
 
 def plan_points(bounds: Bounds) -> list[Composition]:
     """Every step of the base grid that the bounds allow, in the order in which to measure."""
-    off = 3 if bounds.odd else 0
-    batches = octaves(1, bounds.max_num_seqs, 1.5 if bounds.odd else 2.0)
-    contexts = octaves(min(16 + off, bounds.max_context), bounds.max_context, 4.0)
+    off, batches, contexts = _off(bounds), _batches(bounds), _contexts(bounds)
     most = min(bounds.max_num_batched_tokens, bounds.max_context)
     tiles = [_TILE * 2**i for i in range(4)]
     edges = [m for t in tiles for m in (t - (1 if bounds.odd else 0), t + 1) if m < most]
-    chunks = sorted({*octaves(min(8 + off, most), most), *edges})
+    chunks = sorted({*octaves(min(8 + off, most), most, 1.5 if bounds.odd else 2.0), *edges})
     far = octaves(16 + off, max(bounds.max_context - 8, 16 + off), 4.0)
+    if (room := bounds.max_context - most) > 16 + off:
+        far = sorted({*far, room})  # as far as chunks of every size can reach
+    deep = [tokens for tokens in chunks if tokens - 1 not in edges and tokens - 2 not in edges]
 
     ranked: list[tuple[int, Composition]] = []
     for b, batch in enumerate(corners_first(batches)):
@@ -79,27 +95,47 @@ def plan_points(bounds: Bounds) -> list[Composition]:
             ranked.append((b + c, Composition((context,) * batch)))
     for t, tokens in enumerate(corners_first(chunks)):
         ranked.append((t, Composition(chunks=((tokens, 0),))))
-        if tokens - 1 not in edges and tokens - 2 not in edges:
-            room = sorted({*(f for f in far if f + tokens <= bounds.max_context)})
-            ranked += [
-                (t + 1 + i, Composition(chunks=((tokens, before),)))
-                for i, before in enumerate(corners_first(room))
-            ]
+    for t, tokens in enumerate(corners_first(deep)):
+        ranked += [
+            (t + 1 + i, Composition(chunks=((tokens, before),)))
+            for i, before in enumerate(corners_first([f for f in far if f + tokens <= bounds.max_context]))
+        ]
     # Tokens without anything to attend to: rotation and the writing of K and V by themselves.
     for t, tokens in enumerate(corners_first(sorted({*octaves(1, most, 4.0)}))):
         ranked.append((min(t, 2), Composition((1,) * tokens, sampled=1)))
     for rank, batch in enumerate(corners_first([b for b in batches if b > 1])[:3]):
         ranked += [(rank + 1, uneven) for uneven in uneven_batches(batch, contexts)]
-    # Decodes beside a chunk, in as many tokens as a step may have.
-    for b, batch in enumerate(corners_first([b for b in batches if b < most])[:3]):
-        for c, context in enumerate(corners_first(contexts[:-1])[:2]):
-            chunk = (most - batch) | off  # as odd as the others
-            ranked.append((b + c + 1, Composition((context,) * batch, ((min(chunk, most - batch), 0),))))
-    pair = min(64, most // 2)
-    if pair > 1:
-        ranked.append((3, Composition(chunks=((pair, 0), (pair, 0)))))
+    # Kernels beside each other, of sizes that are measured alone too: what do they share?
+    near = [before for before in (0, *far) if before <= bounds.max_context // 2][:3]
+    for rank, batch in enumerate(corners_first([b for b in batches if b < most])[:3]):
+        fitting = [tokens for tokens in deep if tokens <= most - batch]
+        ranked += [(rank + 1, mixed) for mixed in _mixtures(batch, contexts, fitting, near[-1])]
+    ranked += [(3, Composition(chunks=pair)) for pair in _pairs(deep, near, most)]
     allowed = [(rank, what) for rank, what in ranked if bounds.allows(what)]
     return list(dict.fromkeys(what for _, what in sorted(allowed, key=lambda item: item[0])))
+
+
+def _mixtures(batch: int, contexts: Sequence[int], sizes: Sequence[int], before: int) -> list[Composition]:
+    """Decodes beside a chunk of the largest and of the smallest size that fits, and beside the beginning of a prompt."""
+    if not sizes:
+        return []
+    long, *shorter = corners_first(contexts[:-1] or contexts)
+    short = shorter[0] if shorter else long
+    return [
+        Composition((long,) * batch, ((sizes[-1], before),)),
+        Composition((long,) * batch, ((sizes[0], before),)),
+        Composition((short,) * batch, ((sizes[-1], 0),)),
+    ]
+
+
+def _pairs(sizes: Sequence[int], befores: Sequence[int], most: int) -> list[tuple[tuple[int, int], ...]]:
+    """Chunks side by side in `most` tokens: the largest equal ones, and the largest with the smallest."""
+    found: list[tuple[tuple[int, int], ...]] = []
+    if halves := [tokens for tokens in sizes if 2 * tokens <= most]:
+        found += [((halves[-1], before),) * 2 for before in befores[:2]]
+    if (large := [tokens for tokens in sizes if tokens + sizes[0] <= most]) and large[-1] > sizes[0]:
+        found += [((large[-1], befores[0]), (sizes[0], before)) for before in befores[-1:]]
+    return found
 
 
 def uneven_batches(batch: int, contexts: Sequence[int]) -> list[Composition]:

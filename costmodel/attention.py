@@ -90,7 +90,11 @@ class Attention:
         self._curves: dict[int, DecodeCurve] = {}
         self._mixed_curves: dict[int, DecodeCurve] = {}
         self._tables: dict[str, tuple[Floats, Floats]] = {}
-        self.launch_s = self._prefill.launch_s * self._layers
+        self._apart = self._prefill.coefficients.get("chunks_apart")
+        """0 where a step's chunks are one kernel, 1 where each is one of its own and takes what it takes alone; None of
+        kernels that were not measured in steps."""
+        self._launch_s = self._prefill.launch_s * self._layers
+        self.launch_s = self._launch_s * (1.0 - (self._apart or 0.0))
         self.decode_launch_s = self._decode.launch_s * self._layers
         self.longest_share = self._decode.coefficients.get("longest_share", 0.0)
         """0 where a batch's mean context sets its time, 1 where its longest does (rows padded to the longest)."""
@@ -133,6 +137,13 @@ class Attention:
         steps = np.unique(
             np.concatenate([[1.0], np.arange(16.0, 64.0, 16.0), np.arange(64.0, max_tokens + 64.0, 64.0)])
         )
+        if (
+            self._apart is not None
+            and self._prefill.fit is not None
+            and self._prefill.fit.residual is not None
+        ):
+            measured = np.asarray(self._prefill.fit.residual.grid[1], np.float64)
+            steps = np.union1d(steps, measured[measured <= steps[-1]])
         lone = self._prefill_at(1.0, steps, 0.0)
         far = self._prefill.coefficients.get("far_context", _FAR_CONTEXT)
         lone_far = self._prefill_at(1.0, steps, far)
@@ -140,8 +151,11 @@ class Attention:
         crowd_far = self._prefill_at(_CROWD, steps, far)
         alone = monotone(lone)
         alone_slope = monotone(np.maximum(lone_far - lone, 0.0) / far)
-        share = monotone(np.minimum(np.maximum(crowd - self.launch_s, 0.0) / _CROWD, alone))
+        share = monotone(np.minimum(np.maximum(crowd - self._launch_s, 0.0) / _CROWD, alone))
         share_slope = np.minimum(monotone(np.maximum(crowd_far - crowd, 0.0) / (_CROWD * far)), alone_slope)
+        if self._apart is not None:
+            share = np.maximum(share + self._apart * (alone - share), 0.0)
+            share_slope = np.maximum(share_slope + self._apart * (alone_slope - share_slope), 0.0)
         every = np.arange(max_tokens + 1, dtype=np.float64)
         tables = [np.interp(every, steps, t) for t in (alone, alone_slope, share, share_slope)]
         return tables[0], tables[1], tables[2], tables[3]

@@ -16,7 +16,7 @@ from calibration import bench_table  # noqa: E402
 from calibration.device_calibrate import Plan, calibrate, prepare  # noqa: E402
 from calibration.device_facts import known_gpu  # noqa: E402
 from calibration.device_memory import predict_pages, weight_bytes  # noqa: E402
-from calibration.microbench_fit import _mixed_rows, rows_of  # noqa: E402
+from calibration.microbench_fit import rows_of  # noqa: E402
 from calibration.microbench_host import fit_host  # noqa: E402
 from calibration.microbench_points import Bounds, corners_first, next_cut, plan_points, reference  # noqa: E402
 from calibration.microbench_run import Measured, Store, drift, measure_round, open_store, steadied  # noqa: E402
@@ -102,40 +102,6 @@ def test_watching_a_step_does_not_change_what_it_computes() -> None:
     plain = bench.runner.step.run(inputs, _greedy(3), torch.from_numpy)  # type: ignore[attr-defined]
     watched = bench.steps._step.run(inputs, _greedy(3), torch.from_numpy)
     assert plain.tokens.tolist() == watched.tokens.tolist()
-
-
-def test_decodes_beside_a_chunk_grow_with_their_contexts_as_they_do_alone() -> None:
-    """Attention by formula: rotation 4 µs a token, chunks 9 µs a token, decodes 2 µs a row and 0.1 µs a context token.
-
-    Rotation is measured with rows that attend to themselves, 3 µs a step too much. Beside chunks only short contexts were
-    measured, alone long ones too.
-    """
-    layers = SMALL.num_layers
-
-    def attention(what: Composition) -> float:
-        if what.sampled is not None:
-            return 4e-6 * what.num_tokens + 3e-6
-        decodes = 2e-6 * len(what.decodes) + 1e-7 * sum(what.decodes)
-        return 4e-6 * what.num_tokens + 9e-6 * sum(tokens for tokens, _ in what.chunks) + decodes
-
-    steps = [Composition((1,) * tokens, sampled=1) for tokens in (1, 2, 4, 8, 16, 32, 64)]
-    steps += [Composition((context,) * rows) for context in (16, 64, 256) for rows in (1, 4)]
-    steps += [Composition((context,) * 4, ((28, 0),)) for context in (16, 64)]
-    runs = [Measured(step, {"attention": layers * attention(step)}, 0.0, 0) for step in steps]
-
-    class Chunks:
-        def seconds(self, heads: object, batch: float, tokens: float, before: float) -> float:
-            return 9e-6 * tokens
-
-    class Decodes:
-        def seconds(self, heads: object, batch: float, context: float) -> float:
-            return 2e-6 * batch + 1e-7 * batch * context
-
-    rows = _mixed_rows(Store({}, runs=runs), SMALL, Chunks(), Decodes(), None)  # type: ignore[arg-type]
-    assert [row.point[1] for row in rows] == [(4.0, 16.0), (4.0, 64.0), (4.0, 256.0)]
-    for row in rows:
-        expected = 2e-6 * 4 + 1e-7 * 4 * row.point[1][1] - 3e-6
-        assert row.seconds == pytest.approx(expected, rel=0.02)
 
 
 def test_a_small_budget_still_gives_a_profile_that_prices_steps(tmp_path: Path) -> None:
