@@ -42,8 +42,8 @@ def render_profile(profile: DeviceProfile) -> str:
         lines.append(f"  {name:<22}{fit.num_points:>8,} {errors} {bias} {100 * fit.noise_log_std:>5.1f}%")
     lines += _hung(
         "  (",
-        "mean absolute relative error: of the formula alone, with residuals at measured shapes, and on shapes left out of "
-        "the fit, four folds at a time, with its mean sign)",
+        "mean absolute relative error: of the formula alone, with residuals at measured shapes, and on shapes left out "
+        "of the fit, four folds at a time, with its mean sign)",
     )
     for name, fit in profile.kernels():
         lines += ["", *_kernel(name, fit)]
