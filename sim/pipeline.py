@@ -65,8 +65,8 @@ def serve_pipeline(replica: Replica) -> Generator[Event, object, None]:
     while True:
         plan = scheduler.plan(replica.now_s)
         if plan is not None:
-            replica._admit(plan)
-            replica._leave(plan)
+            replica.books.admit(plan, replica.now_s)
+            replica.books.leave(plan, replica.now_s)
             if not len(plan):
                 continue
             planned_s = replica.now_s
@@ -74,21 +74,22 @@ def serve_pipeline(replica: Replica) -> Generator[Event, object, None]:
             # The core and the first stage's worker prepare a step while the stages are busy with those before it.
             replica.now_s = planned_s + host_s
             if host_s:
-                yield clock.at(replica.now_s, replica._priority)
+                yield clock.at(replica.now_s, replica.priority)
             end_s = stages.enter(replica.now_s, stage_s, transfer_s)
             flights.append(_Flight(plan, planned_s, end_s, sum(stage_s) / depth, host_s))
             if len(flights) < depth and flights[0].end_s > replica.now_s:
                 continue
         if not flights:
-            yield from replica._sleep()
+            yield from replica.sleep()
             continue
         oldest = flights.popleft()
         if oldest.end_s > replica.now_s:
-            yield clock.at(oldest.end_s, replica._priority)
+            yield clock.at(oldest.end_s, replica.priority)
             replica.now_s = oldest.end_s
-        clock.boundary = (replica.now_s, replica._priority)
+        clock.boundary = (replica.now_s, replica.priority)
         _give_tokens(replica, oldest.plan)
-        replica._commit(oldest.plan, max(oldest.planned_s, ended_s), oldest.gpu_s, oldest.host_s)
+        start_s = max(oldest.planned_s, ended_s)
+        replica.books.commit(oldest.plan, start_s, replica.now_s, oldest.gpu_s, oldest.host_s)
         ended_s = replica.now_s
 
 
@@ -111,7 +112,7 @@ def bubble_share(record: RunRecord) -> float | None:
 
 def _price(replica: Replica, plan: StepPlan, step: int) -> tuple[list[float], float, float]:
     """(device time on each stage, time of a transfer between two, host time) of what will be step number `step`."""
-    pricer = cast(StagedPrices, replica.pricer)
+    pricer = cast(StagedPrices, replica.costs.pricer)
     stage_s = pricer.stage_s(
         plan.num_tokens,
         plan.num_sampled,
@@ -120,12 +121,12 @@ def _price(replica: Replica, plan: StepPlan, step: int) -> tuple[list[float], fl
         plan.decode_context_sum,
         plan.decode_context_max,
     )
-    if (noise := replica._noise) is not None:
+    if (noise := replica.costs.noise) is not None:
         factor = noise.at(step)
         stage_s = [seconds * factor for seconds in stage_s]
         if noise.stalls_any:
             stage_s[0] += noise.stall_at(step)
-    host_s = replica.pricer.host_s(len(plan.slots), plan.num_tokens)
+    host_s = pricer.host_s(len(plan.slots), plan.num_tokens)
     return stage_s, pricer.transfer_s(plan.num_tokens), host_s
 
 
@@ -135,4 +136,4 @@ def _give_tokens(replica: Replica, plan: StepPlan) -> None:
     for slot in slots.tolist():
         request = replica.scheduler.in_flight_request(slot)
         if request is not None and not request.done:
-            replica.give(request, step)
+            replica.books.give(request, step)

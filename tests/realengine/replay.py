@@ -14,6 +14,7 @@ from serving.scheduler import Scheduler
 from sim.clock import Clock
 from sim.log import RequestLog
 from sim.replica import Replica
+from sim.step_costs import StepCosts
 
 Decision = dict[str, Any]
 
@@ -87,16 +88,17 @@ class Twin:
         recorded = engine.recorder.steps
         planned_s = [e.time_s for e in events if e.kind == "plan" and e.plan is not None and len(e.plan)]
 
-        class Recorded(Replica):
-            def _price(self, plan: StepPlan, step: int) -> tuple[float, float]:
+        class Recorded(StepCosts):
+            def step_s(self, plan: StepPlan, step: int) -> tuple[float, float]:
                 row = recorded[step]
                 # With nothing in flight, an asynchronous step begins when the host has launched it.
                 return row.end_s - row.start_s, max(0.0, row.start_s - planned_s[step])
 
         unused: Prices = None  # type: ignore[assignment]
-        self.replica = Recorded(
+        self.replica = Replica(
             self.clock, 0, scheduler, unused, self.log, lambda request, time_s: None, fast_forward=False
         )
+        self.replica.costs = Recorded(unused, None, None)
         self.requests: dict[int, Request] = {}
         for event in events:
             if event.kind in ("add", "abort"):
@@ -109,7 +111,7 @@ class Twin:
         if event.kind == "abort":
             ours = self.requests[theirs.id]
             self.replica.scheduler.abort(ours)
-            self.replica._end(ours)
+            self.replica.books.end(ours, self.replica.now_s)
             return
         config = self.replica.scheduler.config
         keys = TokenKeys(config.page_tokens, event.prompt) if config.enable_prefix_caching else ()

@@ -11,6 +11,7 @@ from costmodel.prices import Prices
 from serving.plan import ONE_EACH, StepOutcome, StepPlan
 from serving.request import Request
 from serving.scheduler import Scheduler
+from sim.books import Books
 from sim.clock import Clock
 from sim.log import RequestLog
 from sim.noise import NoiseStream
@@ -95,13 +96,13 @@ class LiveReplica(Replica):
             speculation=speculation,
             noise=noise,
         )
-        self._meters = meters
-        self._tell_end = ended
-        self._tell_unread = unread
         self._answers = answers
-        # Preempted while a step that makes their token is in flight, by the row that they had in it.
-        self._late: dict[int, Answer] = {}
-        self.preemptions = 0
+        self.books = self._telling = Telling(self, meters, answers, ended, unread)
+
+    @property
+    def preemptions(self) -> int:
+        """So far."""
+        return self._telling.preemptions
 
     def submit(self, request: Request) -> bool:
         """A request reaches the queue, unless it was aborted on its way."""
@@ -111,30 +112,55 @@ class LiveReplica(Replica):
         answer.replica = self
         added = self.scheduler.add(request)
         assert added, request.reason
-        if self._idle is not None:
-            idle, self._idle = self._idle, None
-            self._wake(idle)
+        self.wake()
         return True
 
-    # ---- what the loop of `Replica` calls ------------------------------------------------------------------
 
-    def _admit(self, plan: StepPlan) -> None:
+class Telling(Books):
+    """Tells answers of their tokens instead of writing them down."""
+
+    def __init__(
+        self,
+        replica: LiveReplica,
+        meters: Meters,
+        answers: dict[Request, Answer],
+        ended: Callable[[Answer, str], None],
+        unread: Callable[[Answer], object],
+    ) -> None:
+        super().__init__(
+            replica.index,
+            replica.scheduler,
+            RequestLog(0),
+            lambda request, now_s: None,
+            None,
+            replica.costs.speculator,
+        )
+        self._meters, self._answers = meters, answers
+        self._tell_end, self._tell_unread = ended, unread
+        # Preempted while a step that makes their token is in flight, by the row that they had in it.
+        self._late: dict[int, Answer] = {}
+        self.preemptions = 0
+
+    def admit(self, plan: StepPlan, now_s: float) -> None:
+        """As `Books.admit`."""
         for request, _, resumed in plan.admitted:
             answer = self._answers[request]
             answer.slot = request.slot
             if not resumed:
-                answer.scheduled_s = self.now_s
+                answer.scheduled_s = now_s
         for request in plan.preempted:
             if request.stale_tokens:
                 self._late[self._answers[request].slot] = self._answers[request]
 
-    def _leave(self, plan: StepPlan) -> None:
+    def leave(self, plan: StepPlan, now_s: float) -> None:
+        """As `Books.leave`."""
         self.preemptions += len(plan.preempted)
         for request in plan.truncated:
             if (answer := self._answers.get(request)) is not None:
-                self._tell(answer, finished=True)
+                self._tell(answer, now_s, finished=True)
 
-    def _commit(self, plan: StepPlan, start_s: float, gpu_s: float, host_s: float) -> None:
+    def commit(self, plan: StepPlan, start_s: float, now_s: float, gpu_s: float, host_s: float) -> None:
+        """As `Books.commit`."""
         requests = self.scheduler.seqs.requests
         rows: list[Answer | None] = []
         for slot in plan.slots.tolist():
@@ -149,7 +175,7 @@ class LiveReplica(Replica):
         self._meters.step(plan.num_tokens)
         for answer in rows:
             if answer is not None and answer.request in self._answers:
-                self._tell(answer, finished=answer.request in finished)
+                self._tell(answer, now_s, finished=answer.request in finished)
 
     def _outcome(self, rows: list[Answer | None]) -> StepOutcome:
         """The tokens of the step, where pages are found again by what they hold."""
@@ -168,30 +194,30 @@ class LiveReplica(Replica):
             ]
         return outcome
 
-    def _tell(self, answer: Answer, *, finished: bool) -> None:
+    def _tell(self, answer: Answer, now_s: float, *, finished: bool) -> None:
         request = answer.request
         if answer.search is not None:
-            answer.told, answer.last_token_s = 1, self.now_s
+            answer.told, answer.last_token_s = 1, now_s
             self._tell_end(answer, "length")
             return
         known = int(self.scheduler.seqs.known[request.slot]) if request.slot >= 0 else request.num_tokens
         count = known - request.prompt_tokens - answer.told
         if count > 0:
             if answer.told:
-                self._meters.tokens(count, self.now_s - answer.last_token_s)
+                self._meters.tokens(count, now_s - answer.last_token_s)
             else:
-                answer.first_token_s = self.now_s
-                self._meters.first_token(self.now_s - answer.arrival_s)
-            answer.last_token_s = self.now_s
+                answer.first_token_s = now_s
+                self._meters.first_token(now_s - answer.arrival_s)
+            answer.last_token_s = now_s
         elif not finished:
             return
         tokens = [answer.token(answer.told + i) for i in range(count)]
         answer.told += count
         if not finished:
-            if not answer.mailbox.put(Delta(answer.index, tokens), self.now_s):
+            if not answer.mailbox.put(Delta(answer.index, tokens), now_s):
                 self._tell_unread(answer)
             return
         whole = answer.told >= request.max_tokens
         reason = "stop" if answer.stops_itself and whole else "length"
-        answer.mailbox.put(Delta(answer.index, tokens, "", reason, None, answer.timing()), self.now_s)
+        answer.mailbox.put(Delta(answer.index, tokens, "", reason, None, answer.timing()), now_s)
         self._tell_end(answer, reason)
