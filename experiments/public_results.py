@@ -77,10 +77,14 @@ def read(path: Path = FACTS) -> list[Published]:
         sources = yaml.safe_load(path.read_text(encoding="utf-8"))
         return [
             Published(
-                run["label"],
-                *(str(source[key]) for key in ("source", "page", "measured", "engine", "unknown")),
-                {**source["flags"], **run["flags"]},
-                {name: float(value) for name, value in run["published"].items()},
+                label=run["label"],
+                source=source["source"],
+                page=source["page"],
+                measured=str(source["measured"]),
+                engine=source["engine"],
+                unknown=source["unknown"],
+                flags={**source["flags"], **run["flags"]},
+                figures={name: float(value) for name, value in run["published"].items()},
             )
             for source in sources
             for run in source["runs"]

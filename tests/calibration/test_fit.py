@@ -92,6 +92,23 @@ def test_a_table_whose_floor_is_the_host_loses_the_floor() -> None:
     assert len(fast) == 3
 
 
+def test_a_table_that_shows_little_but_the_host_takes_another_kernels_times_for_the_rest() -> None:
+    """The stand-in fills what the host hid and nothing else; what it never timed stays lost."""
+    hidden = [55e-6, 55e-6, 56e-6, 57e-6, 58e-6, 300e-6]
+    samples, stand_in = (
+        line(hidden),
+        line([4e-6, 5e-6, 7e-6, 12e-6, 500e-6, 290e-6]).subset(np.arange(6) != 1),
+    )
+    drop_host_floor(samples, stand_in=stand_in)
+    # The last hidden one took the host 55 us to launch, so no more than what hides behind that.
+    assert samples.seconds == pytest.approx([4e-6, 7e-6, 12e-6, 1.4 * 55e-6, 300e-6])
+    assert samples.dropped["host-launch floor, another kernel timed instead"] == 4
+    assert samples.dropped["host-launch floor"] == 1
+    mostly_seen = line([55e-6, 55e-6, 200e-6, 300e-6, 600e-6])
+    drop_host_floor(mostly_seen, stand_in=line([4e-6] * 5))
+    assert mostly_seen.seconds.tolist() == [200e-6, 300e-6, 600e-6]
+
+
 def test_duplicates_keep_the_median_and_bad_numbers_are_counted() -> None:
     rows = [{"x": "1", "latency_us": v} for v in ("1", "2", "30", "-1", "nan", "what")]
     samples = samples_from("gemm", rows, lambda r: (float(r["x"]),), lambda r: (1.0,))
