@@ -17,7 +17,6 @@ from torch import Tensor
 
 from realengine.batch import Batch, LayerCache
 from realengine.ops_torch import PlainCache, TorchAttention, TorchOps
-from realengine.quant_kv import has_own_layout
 
 if TYPE_CHECKING:
     from realengine.models import HeadNorms
@@ -45,6 +44,10 @@ def cpu_ops(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> TorchOps:
     return TorchOps(cos, sin, dtype)
 
 
+def _takes(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
+    return all(x is None or (x.dtype is dtype and x.is_contiguous()) for x in tensors)
+
+
 class CompiledOps(TorchOps):
     """Operators of which those between the products are compiled."""
 
@@ -57,7 +60,7 @@ class CompiledOps(TorchOps):
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         count = x.numel()
-        if not self._takes(x, residual, weight) or (
+        if not _takes(self._dtype, x, residual, weight) or (
             count > _ONE_THREAD and torch.get_num_threads() > _NORM_THREADS
         ):
             return super().add_norm(x, residual, weight, eps)
@@ -72,14 +75,11 @@ class CompiledOps(TorchOps):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape
         width //= 2
-        if not self._takes(gate_up) or (rows * width > _ONE_THREAD and torch.get_num_threads() > 1):
+        if not _takes(self._dtype, gate_up) or (rows * width > _ONE_THREAD and torch.get_num_threads() > 1):
             return super().silu_mul(gate_up)
         out = gate_up.new_empty(rows, width)
         self._silu(gate_up.data_ptr(), out.data_ptr(), rows, width)
         return out
-
-    def _takes(self, *tensors: Tensor | None) -> bool:
-        return all(x is None or (x.dtype is self._dtype and x.is_contiguous()) for x in tensors)
 
     def attention(self, batch: Batch, num_heads: int, num_kv_heads: int) -> Attend:
         keys = int(batch.context_len[: batch.num_decodes].sum()) * num_kv_heads * self._cos.shape[1]
@@ -101,20 +101,16 @@ class CompiledAttention(TorchAttention):
         self._kept: list[Tensor | npt.NDArray[np.int64]] = []
 
     def __call__(self, qkv: Tensor, cache: LayerCache, norms: HeadNorms | None) -> Tensor:
-        if has_own_layout(cache):
-            return super().__call__(qkv, cache, norms)
         if self._run is None:
+            if self._made or not _takes(qkv.dtype, qkv, cache.k, cache.v):
+                return super().__call__(qkv, cache, norms)
             self._describe(cache, qkv)
         assert self._run is not None
         rows, dim, decodes = len(qkv), cache.k.shape[3], self.batch.num_decodes
-        qkv = qkv.contiguous()
         out = qkv.new_empty(rows, self.num_heads * dim)
-        q_norm, k_norm, eps = (
-            (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
-        )
+        weights = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
         self._run(
-            *(self._step, qkv.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr(), out.data_ptr()),
-            *(q_norm, k_norm, eps),
+            *(self._step, qkv.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr(), out.data_ptr()), *weights
         )
         if not self._chunks:
             return out
@@ -142,16 +138,16 @@ class CompiledAttention(TorchAttention):
             ("page", batch.page_table, pages),
             ("context length", lengths, width * page_tokens + 1),
         ):
-            if len(values) and not 0 <= int(values.min()) <= int(values.max()) < end:
+            if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < end:
                 raise IndexError(f"a {what} of the step is not in 0 to {end - 1}")
         # Rows of scores a power of two apart would compete for the same lines of the processor's cache.
         pitch = -(-longest // 16) * 16 + 16
         self._chunk_q = qkv.new_empty(rows - decodes, heads, dim)
         tensors = {
-            "positions": batch.positions.contiguous(),
-            "slots": batch.slots.contiguous(),
-            "page_table": batch.page_table.contiguous(),
-            "context_len": batch.context_len.contiguous(),
+            "positions": batch.positions.to(torch.int64).contiguous(),
+            "slots": batch.slots.to(torch.int64).contiguous(),
+            "page_table": batch.page_table.to(torch.int32).contiguous(),
+            "context_len": batch.context_len.to(torch.int32).contiguous(),
             "cos": self.cos,
             "sin": self.sin[:, dim // 2 :],
             "q": torch.empty(decodes, heads, dim),
