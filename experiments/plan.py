@@ -158,9 +158,11 @@ def make_plan(
     seed: int = 0,
     jobs: int | None = None,
     told: Told | None = None,
+    progress: Told | None = None,
 ) -> Plan:
     """The `top` cheapest fleets at a load, with the capacity of the first `headroom` of them (None: of all).
 
+    `told` hears of every candidate, `progress` of every run for it as it goes.
     Raises UsageError for promises that promise nothing.
     """
     sample = traffic.workload(load, SAMPLE)
@@ -186,8 +188,9 @@ def make_plan(
     open_.sort(key=lambda entry: entry[0])
     fleets: list[Fleet] = []
     for number, (cost, least, candidate, built) in enumerate(open_, 1):
+        what = f"{number} of {len(open_)}: {label(candidate.deployment)}"
         if told is not None:
-            told(f"{number} of {len(open_)}: {label(candidate.deployment)}")
+            told(what)
         costs = sorted(fleet.usd_per_hour for fleet in fleets)
         most_usd = costs[top - 1] if len(costs) >= top else math.inf
         if cost > most_usd * (1 + 1e-9):
@@ -200,7 +203,7 @@ def make_plan(
                 Pruned(candidate, "gpus", f"needs at least {_replicas(least)}, and {most} are allowed")
             )
             continue
-        found = _fewest(candidate, built, fixed, promises, least, most, full)
+        found = _fewest(candidate, built, fixed, promises, least, most, full, _within(what, progress))
         if isinstance(found, Pruned):
             pruned.append(found)
         else:
@@ -209,16 +212,31 @@ def make_plan(
     fleets = _with_front(fleets[:top])
     finished = []
     for rank, fleet in enumerate(fleets):
+        what = f"headroom of {label(fleet.candidate.deployment)}"
         if told is not None:
-            told(f"headroom of {label(fleet.candidate.deployment)}")
+            told(what)
         if headroom is None or rank < headroom:
             count = min(full, HEADROOM_REQUESTS)
-            capacity = find_capacity(fleet.built, traffic, promises, start=load, full=count, replications=1)
+            capacity = find_capacity(
+                fleet.built,
+                traffic,
+                promises,
+                start=load,
+                full=count,
+                replications=1,
+                progress=_within(what, progress),
+            )
             fleet = replace(fleet, capacity=capacity)
         if rank < 2 and replications > 1:
-            fleet = replace(fleet, intervals=_intervals(fleet, traffic, load, replications, seed, jobs))
+            more = _within(f"intervals of {label(fleet.candidate.deployment)}", progress)
+            fleet = replace(fleet, intervals=_intervals(fleet, traffic, load, replications, seed, jobs, more))
         finished.append(fleet)
     return Plan(load, traffic.variable, rate, tuple(finished), tuple(pruned), promises)
+
+
+def _within(what: str, progress: Told | None) -> Told | None:
+    """Tells of the runs for something."""
+    return None if progress is None else lambda words: progress(f"{what}: {words}")
 
 
 def label(deployment: Deployment) -> str:
@@ -295,6 +313,7 @@ def _fewest(
     least: int,
     most: int,
     full: int,
+    progress: Told | None = None,
 ) -> Fleet | Pruned:
     """The fleet with the fewest replicas that sustain the traffic, at least `least` and at most `most`."""
     tested: dict[int, tuple[Trial, RunRecord | None, Built]] = {}
@@ -304,14 +323,14 @@ def _fewest(
             several = replace(
                 built, deployment=built.deployment.model_copy(update={"data_parallel_size": count})
             )
-            search = Search(several, traffic, promises, full, None, None)
+            search = Search(several, traffic, promises, full, None, None, _within(_replicas(count), progress))
             trial = search.short(0)
             if trial.sustained:
                 trial = search.final(0)
             tested[count] = (trial, search.best[1] if search.best else None, several)
         return tested[count][0].sustained
 
-    one = Search(built, traffic, promises, full, None, None)
+    one = Search(built, traffic, promises, full, None, None, progress)
     lone = one.lone()
     if any(not outcome.kept and outcome.settled for outcome in lone.outcomes):
         return Pruned(
@@ -341,7 +360,13 @@ def _fewest(
 
 
 def _intervals(
-    fleet: Fleet, traffic: Traffic, load: float, replications: int, seed: int, jobs: int | None
+    fleet: Fleet,
+    traffic: Traffic,
+    load: float,
+    replications: int,
+    seed: int,
+    jobs: int | None,
+    progress: Told | None = None,
 ) -> dict[str, tuple[float, float]]:
     """95 % intervals of the fleet's P95s."""
     count = min(len(fleet.record.requests), 2048)
@@ -349,8 +374,15 @@ def _intervals(
     workload: Workload | WorkloadSpec = traffic.workload(load, count)
     if isinstance(traffic, Steady):
         workload = traffic.spec_at(load, count)
+    told = None if progress is None else lambda done, total: progress(f"{done} of {total} runs")
     figures = replicate(
-        workload, fleet.built, seed=seed, replications=replications, percentiles=(95.0,), jobs=jobs
+        workload,
+        fleet.built,
+        seed=seed,
+        replications=replications,
+        percentiles=(95.0,),
+        jobs=jobs,
+        progress=told,
     )
     intervals: dict[str, tuple[float, float]] = {}
     for name in ("p95_ttft", "p95_tpot", "p95_e2el"):

@@ -50,13 +50,42 @@ def plan(
 
 
 @pytest.fixture(scope="module")
-def small() -> Plan:
+def said() -> list[str]:
+    """What `small` says while it is worked out."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def small(said: list[str]) -> Plan:
     """All of two GPUs and two degrees of tensor parallelism, with the winner's headroom and intervals."""
     candidates = make_candidates(BASE, {"l40s": 1.0, "h100": 2.9}, {"tensor_parallel_size": [1, 2]})
     traffic = make_traffic(spec_from_flags(TRAFFIC))
     return make_plan(
-        candidates, traffic, 200.0, PROMISES, top=2, headroom=1, full=512, replications=2, jobs=1
+        candidates,
+        traffic,
+        200.0,
+        PROMISES,
+        top=2,
+        headroom=1,
+        full=512,
+        replications=2,
+        jobs=1,
+        told=said.append,
+        progress=said.append,
     )
+
+
+def test_every_run_for_a_candidate_says_how_far_it_is(small: Plan, said: list[str]) -> None:
+    """In order: the candidate, a request at a time on it, then fleets of it; at last headroom and intervals."""
+    first = [line for line in said if line.startswith("1 of 4: l40s llama-3.2-1b")]
+    assert first[0] == "1 of 4: l40s llama-3.2-1b"
+    assert first[1].startswith("1 of 4: l40s llama-3.2-1b: one request at a time: ")
+    assert any(": 1 replica: 200 requests/s: 512 of 512 requests" in line for line in first)
+    rest = [line for line in said if " of 4: " not in line]
+    for what in ("headroom of", "intervals of"):
+        assert any(line.startswith(what) and ": " in line for line in rest)
+    runs = [line.split(": ")[-1].split(" of ") for line in said if line.endswith(" requests")]
+    assert all(int(done.replace(",", "")) <= int(total.split()[0].replace(",", "")) for done, total in runs)
 
 
 @pytest.mark.parametrize("gpu", list_profiles())

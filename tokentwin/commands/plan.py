@@ -154,7 +154,7 @@ def plan(**flags: Any) -> int:
 
         Outputs(output_dir=folder).check()
     with _status(silent=bool(given.get("disable_tqdm")) or bool(given.get("json"))) as told:
-        answer = answer_plan(given, told=told)
+        answer = answer_plan(given, told=told, progress=told)
     text = json.dumps(answer.json(), indent=1, allow_nan=False) if given.get("json") else None
     sys.stdout.write((text or "\n".join(plan_lines(answer.plan))) + "\n")
     if folder is not None:
@@ -165,7 +165,12 @@ def plan(**flags: Any) -> int:
     return NO_FLEET if given.get("fail_on_slo") and answer.plan.winner is None else 0
 
 
-def answer_plan(flags: Mapping[str, Any], *, told: Callable[[str], None] | None = None) -> PlanAnswer:
+def answer_plan(
+    flags: Mapping[str, Any],
+    *,
+    told: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> PlanAnswer:
     """The plan that flags by name ask for. Raises UsageError for what cannot be."""
     given = {name: value for name, value in flags.items() if value is not None}
     promises = Promises(
@@ -194,6 +199,7 @@ def answer_plan(flags: Mapping[str, Any], *, told: Callable[[str], None] | None 
         seed=seed,
         jobs=at_least(given, "jobs"),
         told=told,
+        progress=progress,
     )
     if made.pruned and not made.fleets and all(left.why == "invalid" for left in made.pruned):
         raise UsageError(f"no candidate can be configured: {made.pruned[0].reason}")
@@ -369,7 +375,7 @@ def fleet_run(fleet: Fleet, answer: PlanAnswer) -> Run:
 
 @contextmanager
 def _status(*, silent: bool) -> Iterator[Callable[[str], None] | None]:
-    """A line on standard error that says which candidate is simulated, or None where nobody would see it."""
+    """A line on standard error that says what is simulated, or None where nobody would see it."""
     from rich.console import Console
 
     console = Console(stderr=True)
