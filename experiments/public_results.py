@@ -20,6 +20,9 @@ import yaml
 
 from calibration.doc_tables import markdown, write_between
 from serving.errors import TokenTwinError, UsageError
+from sim.deployment import Deployment
+from sim.replications import REPLICATIONS, replicate
+from sim.workload import WorkloadSpec
 
 FACTS = Path(__file__).parent / "data" / "public_results.yaml"
 SECTION = "published results"
@@ -93,23 +96,35 @@ def read(path: Path = FACTS) -> list[Published]:
         raise UsageError(f"{path}: no list of published results ({error!r})") from None
 
 
-def compare(run: Published, data: Path, *, replications: int = 8) -> list[Found]:
+def compare(run: Published, data: Path, *, replications: int = REPLICATIONS) -> list[Found]:
     """The twin's figures beside the published ones; `data` holds the traces. Raises `UsageError` as `simulate` does."""
-    import tokentwin as tt
-
-    flags = dict(run.flags)
-    if "dataset_path" in flags:
-        flags["dataset_path"] = data / flags["dataset_path"]
-    certainty = tt.simulate(**flags, replications=replications).certainty
+    deployment, workload = split(run.flags, data)
+    replicated = replicate(workload, deployment, replications=replications)
     found = []
     for name, real in run.figures.items():
-        interval = certainty.interval(name)
+        interval = replicated.interval(name)
         if interval is None:
             raise UsageError(f"{run.source}, {run.label}: the twin has no figure {name!r}")
         unit = 1.0 if name.endswith("throughput") else 1e3
         ends = (interval.value, interval.low, interval.high)
         found.append(Found(run, name, real, *(end * unit for end in ends)))
     return found
+
+
+def split(flags: dict[str, Any], data: Path) -> tuple[Deployment, WorkloadSpec]:
+    """Flags of `simulate` as the deployment and the workload that they stand for; paths are below `data`."""
+    of_deployment = Deployment.model_fields
+    deployment = Deployment(**{name: value for name, value in flags.items() if name in of_deployment})
+    traffic = {name: value for name, value in flags.items() if name not in of_deployment}
+    dataset = {"name": traffic.pop("dataset_name")}
+    if "dataset_path" in traffic:
+        dataset["path"] = data / traffic.pop("dataset_path")
+    for name in [name for name in traffic if name.startswith(dataset["name"])]:
+        dataset[name.removeprefix(dataset["name"] + "_")] = traffic.pop(name)
+    arrivals = {"request_rate": traffic.pop("request_rate")} if "request_rate" in traffic else {}
+    concurrency = traffic.pop("max_concurrency", None)
+    tenant = {"dataset": dataset, "arrivals": arrivals, **traffic}
+    return deployment, WorkloadSpec.model_validate({"tenants": [tenant], "max_concurrency": concurrency})
 
 
 def table(found: Sequence[Found]) -> str:
