@@ -42,10 +42,12 @@ class Published:
     flags: dict[str, Any]
     figures: dict[str, float]
 
-    def command(self) -> str:
-        """The deployment and its traffic as a command line."""
+    def command(self, data: Path) -> str:
+        """The deployment and its traffic as a command line; its files are below `data`."""
         words = ["tokentwin", "simulate"]
         for name, value in self.flags.items():
+            if name == "dataset_path":
+                value = data / value
             flag = "--" + name.replace("_", "-")
             if isinstance(value, bool):
                 words.append(flag if value else "--no-" + flag[2:])
@@ -205,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
             if given.write is not None:
                 raise UsageError("--only leaves runs out of a page; drop it or --write")
         if given.commands:
-            sys.stdout.write("".join(f"# {r.source}: {r.label}\n{r.command()}\n" for r in runs))
+            sys.stdout.write("".join(f"# {r.source}: {r.label}\n{r.command(given.data)}\n" for r in runs))
             return 0
         text = table([f for run in runs for f in compare(run, given.data)])
         if given.write is None:
