@@ -25,21 +25,26 @@ if TYPE_CHECKING:
 _ONE_THREAD = 2**15
 """Numbers up to which PyTorch's elementwise operators stay on one thread."""
 _NORM_THREADS = 2
-"""Compiled norms on one thread were at least as fast as PyTorch's on so many, whatever the rows."""
-_DECODE_THREADS = 3
-"""The same of attention of decodes, which gathers nothing; it was 2 to 9 times as fast as PyTorch's on one thread."""
+"""Compiled norms on one thread were as fast as PyTorch's on so many, however many rows."""
+_ATTENTION_THREADS = 3
+"""The same of attention of decodes, which gathers nothing: it was 2 to 9 times as fast as PyTorch's on one thread."""
 _FEW_KEYS = 2**18
-"""Numbers of K in a layer up to which it is as fast as any number of threads, since calling those takes as long."""
+"""Numbers of K, read by decodes or written, up to which it takes no longer than calling PyTorch's operators does."""
 
 
-def cpu_ops(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> TorchOps:
-    """The fastest operators of the CPU that are installed, for float32 tables [max_positions, head_dim / 2]."""
+def cpu_ops(cos: Tensor, sin: Tensor, dtype: torch.dtype, group: int | None = None) -> TorchOps:
+    """The fastest operators of the CPU that are installed, for float32 tables [max_positions, head_dim / 2].
+
+    With `group`, the query heads of a KV head, attention is compiled at once and not in the first step.
+    """
     if dtype in (torch.float32, torch.bfloat16):
         try:
             from realengine import glue_kernels
         except ImportError:
             pass
         else:
+            if group is not None:
+                glue_kernels.attention(dtype.itemsize, 2 * cos.shape[1], group)
             return CompiledOps(cos, sin, dtype, glue_kernels)
     return TorchOps(cos, sin, dtype)
 
@@ -82,8 +87,9 @@ class CompiledOps(TorchOps):
         return out
 
     def attention(self, batch: Batch, num_heads: int, num_kv_heads: int) -> Attend:
-        keys = int(batch.context_len[: batch.num_decodes].sum()) * num_kv_heads * self._cos.shape[1]
-        if batch.recent is not None or (keys > _FEW_KEYS and torch.get_num_threads() > _DECODE_THREADS):
+        tokens = int(batch.context_len[: batch.num_decodes].sum()) + len(batch.positions)
+        many = tokens * num_kv_heads * self._cos.shape[1] > _FEW_KEYS
+        if batch.recent is not None or (many and torch.get_num_threads() > _ATTENTION_THREADS):
             return super().attention(batch, num_heads, num_kv_heads)
         return CompiledAttention(batch, self._cos, self._sin, num_heads, num_kv_heads, self._kernels)
 

@@ -249,14 +249,14 @@ and of where rotated queries of chunks go, [rows - decodes, heads, dim]."""
 (_POSITIONS, _SLOTS, _PAGE_TABLE, _CONTEXT_LEN, _COS, _SIN, _Q, _SCORES, _CHUNK_Q) = range(7, 16)
 
 
-def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _compiled(signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile now, or read what was compiled before from disk where there is a place for it."""
 
     def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
-            made: Callable[..., Any] = njit(signature, cache=True, **_OPTIONS)(function)
+            made: Callable[..., Any] = njit(signature, cache=True, **_OPTIONS, **options)(function)
         except RuntimeError:  # neither beside this file nor in a user's cache may be written
-            made = njit(signature, **_OPTIONS)(function)
+            made = njit(signature, **_OPTIONS, **options)(function)
         return made
 
     return compile_
@@ -316,7 +316,7 @@ def attention(size: int, dim: int, group: int) -> Callable[..., None]:
     half = dim // 2
     scale = np.float32(dim**-0.5)
 
-    @_compiled(void(*[int64] * 7, float32))
+    @_compiled(void(*[int64] * 7, float32), nogil=True)
     def run(step: int, qkv: int, k: int, v: int, out: int, q_norm: int, k_norm: int, eps: float) -> None:
         rows, decodes = get_int(8, step, _ROWS), get_int(8, step, _DECODES)
         heads, kv_heads = get_int(8, step, _HEADS), get_int(8, step, _KV_HEADS)

@@ -102,9 +102,11 @@ def load(
     architecture = source.architecture
     cache_layout(kv_cache_dtype, architecture.shape.head_dim, dtype)  # a wrong name fails before loading
     check_device(kv_cache_dtype, device)
-    architecture.shape.check_tensor_parallel(ranks.size)
+    shape = architecture.shape
+    shape.check_tensor_parallel(ranks.size)
+    group = shape.heads_per_rank(ranks.size) // shape.kv_heads_per_rank(ranks.size)
     scheme = scheme_of(quantization, source.packing.method if source.packing is not None else None)
-    ops = make_ops(architecture.rope, architecture.shape.head_dim, max_positions, device, dtype)
+    ops = make_ops(architecture.rope, shape.head_dim, max_positions, device, dtype, group)
     weights = _Loader(source, ops, device, dtype, ranks, scheme).weights()
     return Model(architecture, weights, ops, ranks, kv_cache_dtype, kv_recent_tokens)
 

@@ -61,14 +61,22 @@ def rotary_tables(
 
 
 def make_ops(
-    rope: Rope, head_dim: int, max_positions: int, device: torch.device, dtype: torch.dtype = torch.float32
+    rope: Rope,
+    head_dim: int,
+    max_positions: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    group: int | None = None,
 ) -> Ops:
-    """The fastest operators for `device`; `dtype` is that of activations."""
+    """The fastest operators for `device`; `dtype` is that of activations.
+
+    With `group`, the query heads of a KV head, what is to be compiled for them is compiled now and not in a step.
+    """
     cos, sin = rotary_tables(rope, head_dim, max_positions, device)
     if device.type == "cpu":
         from realengine.glue import cpu_ops
 
-        return cpu_ops(cos, sin, dtype)
+        return cpu_ops(cos, sin, dtype, group)
     return KernelOps(cos, sin, operators(device))
 
 
