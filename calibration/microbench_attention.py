@@ -94,8 +94,8 @@ def rotation(means: Mapping[Composition, float]) -> Rotation:
             or any(p not in means for p in parts)
         ):
             continue
-        again.append(sum(whole.rows(p.num_tokens) for p in parts) - whole.rows(what.num_tokens))
-        saved.append(sum(means[p] for p in parts) - together)
+        again.append((sum(whole.rows(p.num_tokens) for p in parts) - whole.rows(what.num_tokens)) / together)
+        saved.append(sum(means[p] for p in parts) / together - 1.0)  # noise grows with the time
     square = float(np.dot(again, again))
     share = float(np.dot(again, saved)) / square if square > 0.0 else _UNKNOWN * most
     return Rotation(whole.sizes, whole.rows_s, float(np.clip(share, _LEAST_ROTATION * most, min(most, 1.0))))
@@ -134,8 +134,8 @@ def chunks_apart(
         if what.decodes or len(what.chunks) < 2:
             continue
         together, apart = beside.bounds(what.chunks)
-        above.append(seconds - rotate(what.num_tokens) - together)
-        whole.append(apart - together)
+        above.append((seconds - rotate(what.num_tokens) - together) / seconds)
+        whole.append((apart - together) / seconds)
     square = float(np.dot(whole, whole))
     return round(float(np.clip(np.dot(above, whole) / square, -1.0, 1.0)), 3) if square > 0.0 else 0.0
 
@@ -146,16 +146,22 @@ def saved_beside_chunks(
     beside: Beside,
     decode: Prices,
     heads: tuple[float, float],
-) -> dict[int, list[float]]:
-    """Seconds that decodes take less beside chunks than alone, by their number; what was measured of each."""
-    saved: dict[int, list[float]] = {}
+) -> dict[int, tuple[float, list[float]]]:
+    """Seconds that decodes take less beside chunks than alone, by their number: the mean, and how far each measured
+    mixture lies from it as a share of its time."""
+    found: dict[int, list[tuple[float, float]]] = {}
     for what, seconds in means.items():
         batch = len(what.decodes)
         if what.sampled is not None or not what.chunks or len(set(what.decodes)) != 1:
             continue
         alone = float(decode.seconds(heads, float(batch), float(what.decodes[0])))
         added = seconds - rotate(what.num_tokens) - beside.seconds(what.chunks)
-        saved.setdefault(batch, []).append(alone - added)
+        found.setdefault(batch, []).append((alone - added, seconds))
+    saved = {}
+    for batch, pairs in sorted(found.items()):
+        less, whole = np.array(pairs).T
+        mean = float(np.average(less, weights=whole**-2.0))
+        saved[batch] = (mean, ((less - mean) / whole).tolist())
     return saved
 
 

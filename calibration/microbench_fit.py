@@ -24,6 +24,7 @@ from calibration.microbench_attention import (
 )
 from calibration.microbench_run import Store, steadied
 from calibration.microbench_steps import GEMMS, repeated
+from calibration.microbench_straight import straight
 from calibration.tables import Samples
 from costmodel.formats import GEMM_FORMATS, KV_FORMATS, hardware
 from costmodel.kernels import FORMULAS, Hardware
@@ -197,6 +198,8 @@ def _fit(
     fixed = {"context_splits": 1.0} if kind == "prefill" else None
     # Held out are sizes, not shapes: every shape of the model is measured, between sizes one interpolates.
     fit = fit_kernel(kind, samples, hw, options=options, groups=grid_groups, fixed=fixed)
+    if hw.num_sms == 1 and kind in ("gemm", "prefill"):
+        fit = straight(fit, samples, hw)
     noise = float(np.median([row.spread for row in rows if row.repeats > 2] or [0.03]))
     errors = fit.errors.model_copy(
         update={"measured": round(float(np.hypot(fit.errors.measured or 0.0, wander)), 5)}
@@ -241,19 +244,17 @@ def mixed_rows(store: Store, shape: ModelShape, prefill: Kernel, decode: Kernel)
     means = attention_means(store.runs, float(shape.num_layers))
     beside = Beside(prefill, heads, prefill.coefficients.get("chunks_apart", 0.0))
     saved = saved_beside_chunks(means, rotation(means), beside, decode, heads)
-    known = sorted(saved)
-    constants = [float(np.mean(saved[batch])) for batch in known]
+    known = list(saved)
     rows = []
     for what in means if saved else ():
         if what.chunks or what.sampled is not None or len(set(what.decodes)) != 1:
             continue
         batch, context = float(len(what.decodes)), float(what.decodes[0])
         alone = float(decode.seconds(heads, batch, context))
-        left = alone - float(np.interp(batch, known, constants))
-        nearest = min(range(len(known)), key=lambda i: abs(known[i] - batch))
-        errors = [constants[nearest] - one for one in saved[known[nearest]]]
-        values = [max(left + error, LEAST_SHARE * alone) for error in errors]
-        rows.append(Row("decode_mixed", (heads, (batch, context)), *_middle(values)))
+        left = max(alone - float(np.interp(batch, known, [saved[b][0] for b in known])), LEAST_SHARE * alone)
+        errors = saved[min(known, key=lambda b: abs(b - batch))][1]
+        spread = _middle(np.exp(errors).tolist())[2]
+        rows.append(Row("decode_mixed", (heads, (batch, context)), left, len(errors), spread))
     return sorted(rows, key=lambda row: row.point)
 
 

@@ -128,37 +128,60 @@ class Attention:
 
     # -- prefill ---------------------------------------------------------------------------------------------
 
-    def prefill_tables(self, max_tokens: int) -> tuple[Floats, Floats, Floats, Floats]:
-        """Four tables over chunk length 0..max_tokens, in seconds and seconds per earlier context token.
+    def prefill_tables(self, max_tokens: int) -> tuple[Floats, ...]:
+        """Six tables over chunk length 0..max_tokens, in seconds and seconds per earlier context token.
 
-        `alone + alone_slope * context` is a chunk by itself; `share + share_slope * context` is what it adds
-        to a kernel that is full of other work.
+        `alone` is a prompt's first chunk by itself, `begun + alone_slope * context` a later one; `share` and
+        `begun_share + share_slope * context` are what they add to a kernel that is full of other work.
         """
         steps = np.unique(
             np.concatenate([[1.0], np.arange(16.0, 64.0, 16.0), np.arange(64.0, max_tokens + 64.0, 64.0)])
         )
+        far = self._prefill.coefficients.get("far_context", _FAR_CONTEXT)
+        contexts = np.empty(0)
         if (
             self._apart is not None
             and self._prefill.fit is not None
             and self._prefill.fit.residual is not None
         ):
-            measured = np.asarray(self._prefill.fit.residual.grid[1], np.float64)
-            steps = np.union1d(steps, measured[measured <= steps[-1]])
+            _, tokens, contexts = (np.asarray(axis, np.float64) for axis in self._prefill.fit.residual.grid)
+            steps = np.union1d(steps, tokens[tokens <= steps[-1]])
+            contexts = contexts[(contexts > 0.0) & (contexts <= far)]
         lone = self._prefill_at(1.0, steps, 0.0)
-        far = self._prefill.coefficients.get("far_context", _FAR_CONTEXT)
-        lone_far = self._prefill_at(1.0, steps, far)
         crowd = self._prefill_at(_CROWD, steps, 0.0)
-        crowd_far = self._prefill_at(_CROWD, steps, far)
-        alone = monotone(lone)
-        alone_slope = monotone(np.maximum(lone_far - lone, 0.0) / far)
-        share = monotone(np.minimum(np.maximum(crowd - self._launch_s, 0.0) / _CROWD, alone))
-        share_slope = np.minimum(monotone(np.maximum(crowd_far - crowd, 0.0) / (_CROWD * far)), alone_slope)
-        if self._apart is not None:
-            share = np.maximum(share + self._apart * (alone - share), 0.0)
-            share_slope = np.maximum(share_slope + self._apart * (alone_slope - share_slope), 0.0)
+        begun, begun_crowd = lone, crowd
+        if len(contexts) > 1:
+            begun, slope = self._line(1.0, steps, contexts)
+            begun_crowd, crowd_slope = self._line(_CROWD, steps, contexts)
+        else:
+            slope = np.maximum(self._prefill_at(1.0, steps, far) - lone, 0.0) / far
+            crowd_slope = np.maximum(self._prefill_at(_CROWD, steps, far) - crowd, 0.0) / far
+        tables = []
+        for alone, full in ((lone, crowd), (begun, begun_crowd)):
+            alone = monotone(alone)
+            share = monotone(np.minimum(np.maximum(full - self._launch_s, 0.0) / _CROWD, alone))
+            tables += [alone, self._mixed_with(share, alone)]
+        slope = monotone(slope)
+        share_slope = np.minimum(monotone(crowd_slope / _CROWD), slope)
+        tables += [slope, self._mixed_with(share_slope, slope)]
         every = np.arange(max_tokens + 1, dtype=np.float64)
-        tables = [np.interp(every, steps, t) for t in (alone, alone_slope, share, share_slope)]
-        return tables[0], tables[1], tables[2], tables[3]
+        return tuple(np.interp(every, steps, table) for table in tables)
+
+    def _mixed_with(self, share: Floats, alone: Floats) -> Floats:
+        """Between the share of one kernel and what a kernel of its own takes."""
+        return share if self._apart is None else np.maximum(share + self._apart * (alone - share), 0.0)
+
+    def _line(self, batch: float, steps: Floats, contexts: Floats) -> tuple[Floats, Floats]:
+        """Seconds without and per token of earlier context, of the line with the least relative error at `contexts`.
+
+        A prompt's first chunk lies below it where kernels skip what causality hides.
+        """
+        at = np.stack([self._prefill_at(batch, steps, context) for context in contexts.tolist()])
+        weight = at**-2.0 / (at**-2.0).sum(0)
+        mean, middle = (weight * at).sum(0), (weight * contexts[:, None]).sum(0)
+        away = contexts[:, None] - middle
+        slope = np.maximum((weight * away * at).sum(0) / (weight * away**2).sum(0), 0.0)
+        return np.maximum(mean - slope * middle, 0.0), slope
 
     def _prefill_at(self, batch: float, tokens: Floats, context: float | Floats) -> Floats:
         seconds = self._prefill.seconds(self._shape, batch, tokens, context)

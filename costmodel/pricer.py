@@ -135,8 +135,10 @@ class StepPricer:
         self._linear: list[float] = []
         self._head: list[float] = []
         self._alone: list[float] = []
-        self._alone_slope: list[float] = []
         self._share: list[float] = []
+        self._begun: list[float] = []
+        self._begun_share: list[float] = []
+        self._slope: list[float] = []
         self._share_slope: list[float] = []
 
     # -- the hot path ----------------------------------------------------------------------------------------
@@ -168,24 +170,19 @@ class StepPricer:
             return total
         longest = reach = own = 0.0
         work = self._prefill_launch_s
-        alone, alone_slope, share, share_slope = (
-            self._alone,
-            self._alone_slope,
-            self._share,
-            self._share_slope,
-        )
         window = self._window
         most = tiles = 0
         for chunk, before in prefills:
-            if chunk >= len(alone):
+            if chunk >= len(self._alone):
                 self._grow_prefill(chunk)
-                alone, alone_slope = self._alone, self._alone_slope
-                share, share_slope = self._share, self._share_slope
-            seen = before if before < window else window
-            by_itself = alone[chunk] + alone_slope[chunk] * seen
+            if before:
+                seen = before if before < window else window
+                by_itself = self._begun[chunk] + self._slope[chunk] * seen
+                part = self._begun_share[chunk] + self._share_slope[chunk] * seen
+            else:
+                seen, by_itself, part = 0, self._alone[chunk], self._share[chunk]
             if by_itself > longest:
                 longest = by_itself
-            part = share[chunk] + share_slope[chunk] * seen
             work = work + part
             if seen + chunk > reach:
                 reach, own = seen + chunk, part
@@ -321,7 +318,14 @@ class StepPricer:
 
     def _grow_prefill(self, chunk: int) -> None:
         tables = self._attention.prefill_tables(max(chunk, self._max_tokens))
-        self._alone, self._alone_slope, self._share, self._share_slope = (t.tolist() for t in tables)
+        (
+            self._alone,
+            self._share,
+            self._begun,
+            self._begun_share,
+            self._slope,
+            self._share_slope,
+        ) = (table.tolist() for table in tables)
 
     # -- what a step does, and how sure we are ---------------------------------------------------------------
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 from calibration.device_facts import raised
-from calibration.fit import Options
+from calibration.fit import Options, fit_kernel
 from calibration.microbench_attention import rotation
 from calibration.microbench_fit import fastest, fit_steps
 from calibration.microbench_points import Bounds
 from calibration.microbench_run import Store, measure_round
 from calibration.microbench_steps import PARTS, Composition
+from calibration.microbench_straight import straight
+from calibration.tables import Samples
+from costmodel.formats import hardware
 from costmodel.model import ModelShape
+from costmodel.predict import Kernel
 from costmodel.pricer import StepPricer
 from costmodel.profile import DeviceFacts, HostTerms, Provenance
 
@@ -79,6 +84,12 @@ def a_kernel_for_each(what: Composition) -> float:
     return rotate + decodes + sum(4e-5 + 1.5e-6 * t + 8e-9 * t * (b + t / 2) for t, b in what.chunks)
 
 
+def later_chunks_dearer(what: Composition) -> float:
+    """A kernel for each, and chunks with earlier context take a quarter more besides."""
+    dearer = sum(0.25 * (4e-5 + 1.5e-6 * t) for t, b in what.chunks if b)
+    return a_kernel_for_each(what) + dearer
+
+
 def one_kernel_of_chunks(what: Composition) -> float:
     """The same, but all chunks in one launch, and decodes that take as long as their mean context says."""
     rotate = 2e-6 + 5e-8 * what.num_tokens
@@ -101,7 +112,7 @@ FACTS = DeviceFacts(
 )
 
 
-@pytest.mark.parametrize("attention", [a_kernel_for_each, one_kernel_of_chunks])
+@pytest.mark.parametrize("attention", [a_kernel_for_each, later_chunks_dearer, one_kernel_of_chunks])
 def test_mixtures_cost_what_the_device_takes(attention: Callable[[Composition], float]) -> None:
     device = Known(attention)
     store = Store({})
@@ -140,3 +151,18 @@ def test_without_mixtures_rotation_leaves_something_of_every_step() -> None:
     alone = [Composition(chunks=((64, 0),)), Composition((100,))]
     rotate = rotation({what: a_kernel_for_each(what) for what in (*rows, *alone)})
     assert all(0 < rotate(what.num_tokens) < a_kernel_for_each(what) for what in alone)
+
+
+def test_one_worker_climbs_no_stairs_between_measured_sizes() -> None:
+    """Products of 20 µs and 3 µs a row, measured at a few sizes: tiles of the formula do not show between these."""
+    sizes = np.array([11.0, 63.0, 65.0, 127.0, 188.0, 255.0, 423.0])
+    shape = np.tile([512.0, 1536.0], (len(sizes), 1))
+    samples = Samples("gemm", shape, sizes[:, None], 2e-5 + 3e-6 * sizes)
+    hw = hardware(FACTS, kv_bytes=2.0, head_dim=64)
+    options = Options(folds=0, max_evaluations=20)
+    fit = fit_kernel("gemm", samples, hw, options=options)
+    rows = np.arange(70.0, 420.0, 7.0)
+    took = 2e-5 + 3e-6 * rows
+    stairs = Kernel("gemm", fit, hw).seconds((512, 1536), rows) / took - 1.0
+    line = Kernel("gemm", straight(fit, samples, hw), hw).seconds((512, 1536), rows) / took - 1.0
+    assert np.abs(line).max() < 0.01 < 0.05 < np.abs(stairs).max()
