@@ -27,7 +27,7 @@ _ONE_THREAD = 2**15
 _NORM_THREADS = 2
 """Compiled norms on one thread were as fast as PyTorch's on so many, however many rows."""
 _ATTENTION_THREADS = 3
-"""The same of attention of decodes, which gathers nothing: it was 2 to 9 times as fast as PyTorch's on one thread."""
+"""The same of attention of decodes, which gathers nothing; it was 2 to 9 times as fast as PyTorch's on one thread."""
 _FEW_KEYS = 2**18
 """Numbers of K, read by decodes or written, up to which it takes no longer than calling PyTorch's operators does."""
 
@@ -89,7 +89,10 @@ class CompiledOps(TorchOps):
     def attention(self, batch: Batch, num_heads: int, num_kv_heads: int) -> Attend:
         tokens = int(batch.context_len[: batch.num_decodes].sum()) + len(batch.positions)
         many = tokens * num_kv_heads * self._cos.shape[1] > _FEW_KEYS
-        if batch.recent is not None or (many and torch.get_num_threads() > _ATTENTION_THREADS):
+        # Reading float32 from memory keeps two threads busy; small groups cost PyTorch more than that.
+        wide = self._dtype is torch.float32 and num_heads > 4 * num_kv_heads
+        threads = 1 if wide else _ATTENTION_THREADS
+        if batch.recent is not None or (many and torch.get_num_threads() > threads):
             return super().attention(batch, num_heads, num_kv_heads)
         return CompiledAttention(batch, self._cos, self._sin, num_heads, num_kv_heads, self._kernels)
 
