@@ -32,6 +32,7 @@ class ApiServer:
             self.beams = BeamSearches(clock, self, workload)
         if workload.best_of is not None:
             self.candidates = Candidates(self, workload)
+        self._prompt: list[int] = workload.prompt_tokens.tolist()
         self._output: list[int] = workload.output_tokens.tolist()
         self._rows = np.flatnonzero(workload.come_whole()).tolist()
         self._whose: dict[int, Whole] = {}
@@ -71,10 +72,14 @@ class ApiServer:
         if log.ranges and log.ranges[-1][0] == row:
             _, replica, first, count = log.ranges.pop()[:4]
             whole.last_step = (replica, first + count - 1)
-        kind = self.beams if self.beams is not None and self.beams.width[whole.row] else self.candidates
-        assert kind is not None
-        kind.ended(whole, request, now_s)  # type: ignore[arg-type]
+        self._kind(whole.row).ended(whole, request, now_s)  # type: ignore[arg-type]
         return True
+
+    def _kind(self, row: int) -> BeamSearches | Candidates:
+        if self.beams is not None and self.beams.width[row]:
+            return self.beams
+        assert self.candidates is not None
+        return self.candidates
 
     def holds(self, replica: Replica) -> bool:
         """Whether a replica has an answer under way, though its engine may have nothing to do at this moment."""
@@ -146,6 +151,11 @@ class ApiServer:
         log, mine = self.log, set(self._rows)
         for guest in self._owner:
             self._settle(guest)
+        for row in sorted(mine - self._shown.keys()):
+            if log.status[row] != Status.FINISHED:
+                log.output_tokens[row] = 0
+                continue
+            mine.discard(row)
+            if log.replica[row] >= 0:  # not out of the response cache: nothing came after the prompt's step
+                self._kind(row).had_one_token(row, self._prompt[row])
         log.ranges = [entry for entry in log.ranges if entry[0] not in mine] + list(self._shown.values())
-        for row in mine - self._shown.keys():
-            log.output_tokens[row] = 0

@@ -125,6 +125,13 @@ class BeamSearches:
         search.replica.coming += len(search.beams.live)
         self._clock.call_at(self._clock.now, lambda: self._answered(search))
 
+    def had_one_token(self, row: int, prompt_tokens: int) -> None:
+        """A search was over when another pool had computed its prompt, for lack of room."""
+        self._count(prompt_tokens, self._log.cached_tokens[row])
+        self.counts.requests += 1
+        self.counts.searches += 1
+        self.counts.shown_tokens += 1
+
     # ---- one step ------------------------------------------------------------------------------------------
 
     def _answered(self, search: _Search) -> None:

@@ -73,3 +73,10 @@ class Candidates:
         self.counts.requests += 1
         self.counts.shown_tokens += shown
         self._server.show(group, now_s, shown)
+
+    def had_one_token(self, row: int, prompt_tokens: int) -> None:
+        """All answers were over when another pool had computed the prompt, for lack of room."""
+        self.counts.requests += 1
+        self.counts.answers += self.count[row]
+        self.counts.generated_tokens += self.count[row]
+        self.counts.shown_tokens += 1

@@ -1,27 +1,31 @@
 """Replicas that come and go: pools behind routers, an autoscaler, failures, and prefill apart from decode.
 
-`Fleet` stands where a plain run has its router. A request that was let in is in `_live` until it ends; it sits in a
-replica, in a router, on a link between pools, in a pause before a retry, or in `_pending` while nobody can serve it.
+`Fleet` stands where a plain run has its router. A request that was let in is in `live` until it ends; it sits in a
+replica, in a router, on a link between pools, in a pause before a retry, or in `pending` while nobody can serve it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from serving.request import Request, State
 from serving.scheduler import Scheduler
-from sim.admission import Door, p95
+from sim.admission import Door
+from sim.books import row_of
 from sim.clock import Clock
-from sim.fleet.plan import FleetPlan, PoolPlan
+from sim.fleet.autoscaling import Autoscaling
+from sim.fleet.breakdowns import Breakdowns
+from sim.fleet.plan import FleetPlan
+from sim.fleet.pool import EXISTING, HOLDS_REQUESTS, Pool, Slot
 from sim.fleet.record import FleetRecord, Ints, ReplicaState
 from sim.fleet.scaler import Scaler
 from sim.fleet.spec import KvTransfer
+from sim.fleet.transfers import Transfers
+from sim.fleet.view import View
 from sim.log import RequestLog
 from sim.noise import StepNoise
 from sim.record import Status
@@ -30,55 +34,6 @@ from sim.router import Router, RouterOptions, make_router
 
 if TYPE_CHECKING:
     from sim.api_server import ApiServer
-
-_EXISTING = (ReplicaState.STARTING, ReplicaState.READY, ReplicaState.DOWN)
-_HOLDS_REQUESTS = (ReplicaState.READY, ReplicaState.DRAINING)
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A place for a replica; `epoch` tells events that were meant for an earlier life."""
-
-    index: int
-    pool: Pool
-    replica: Replica
-    state: ReplicaState = ReplicaState.STOPPED
-    epoch: int = 0
-    served: bool = False
-    link_free_s: float = 0.0
-    """When the link to the decode pool is free again."""
-
-    @property
-    def outstanding(self) -> int:
-        """Requests running or waiting here."""
-        return self.replica.outstanding if self.state in _HOLDS_REQUESTS else 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nobody is waiting for anything from here."""
-        return self.state not in _HOLDS_REQUESTS or self.replica.is_empty
-
-
-@dataclass(slots=True, eq=False)
-class Pool:
-    """A pool at run time."""
-
-    plan: PoolPlan
-    router: Router
-    scaler: Scaler | None
-    slots: list[Slot] = field(default_factory=list)
-
-    def refusal(self, request: Request) -> str:
-        """Why the pool's limits rule a request out; empty when they do not."""
-        return self.slots[0].replica.scheduler.refusal(request)
-
-    def has_room(self, request: Request) -> bool:
-        """Whether a request may have a second token here."""
-        return self.slots[0].replica.scheduler.longest > request.prompt_tokens + 1
-
-    def count(self, *states: ReplicaState) -> int:
-        """Replicas in one of the states."""
-        return sum(slot.state in states for slot in self.slots)
 
 
 class Fleet:
@@ -103,8 +58,6 @@ class Fleet:
     ) -> None:
         self.clock, self.log, self.plan = clock, log, plan
         self._server = server
-        self._whole = frozenset(log.unstreamed)
-        """Requests that show nothing before their end."""
         self._make_request, self._output_tokens, self._ended = make_request, output_tokens, ended
         self._fast_forward, self._noise = fast_forward, noise
         options = RouterOptions(plan.seed, plan.prefix_tokens, plan.load_factor, plan.session_of)
@@ -112,21 +65,14 @@ class Fleet:
         self.decode = make_router("least_kv") if any(p.role == "decode" for p in plan.pools) else None
         self.slots: list[Slot] = []
         self._events: list[tuple[float, int, int]] = []
-        self._live: dict[int, None] = {}
-        self._pending: list[Request] = []
-        self._transfers: dict[int, tuple[Slot, int]] = {}
-        self._retries: dict[int, int] = {}
-        self._prefill_replica: dict[int, int] = {}
-        self._transfer_s: dict[int, float] = {}
-        self._ended_ttfts: deque[tuple[float, float, float]] = deque()
-        self._window_s = max(
-            [0.0, *(p.autoscaler.window_s for p in plan.pools if p.autoscaler)]
-            + ([plan.admission.deadline_window_s] if plan.admission else [])
-            + ([plan.admission.shed.window_s] if plan.admission and plan.admission.shed else [])
-        )
+        self.live: dict[int, None] = {}
+        """Requests let in and not ended."""
+        self.pending: list[Request] = []
+        """Those that wait for a replica that can serve them."""
         self.lost_tokens = 0
-        self._rngs: dict[int, np.random.Generator] = {}
-        self._door = None if plan.admission is None else Door(plan.admission, self)
+        self._transfers = Transfers(clock, plan.kv_transfer or KvTransfer(), self._arrived)
+        self.view = View(self, plan)
+        self._door = None if plan.admission is None else Door(plan.admission, self.view)
         self.pools = [
             Pool(
                 pool,
@@ -135,15 +81,14 @@ class Fleet:
             )
             for pool in plan.pools
         ]
+        self._breakdowns = Breakdowns(clock, plan.failures, plan.seed, self.slots, self._break)
         for pool in self.pools:
             for _ in range(pool.plan.replicas):
-                self._ready(self._place(pool))
+                self._ready(self.place(pool))
         for pool in self.pools:
             if pool.scaler is not None:
-                self._look_later(pool, pool.scaler)
-        if plan.failures is not None:
-            for outage in plan.failures.schedule:
-                clock.call_at(outage.time_s, lambda o=outage: self._outage(o.replica, o.down_s))  # type: ignore[misc]
+                Autoscaling(self, pool, pool.scaler)
+        self._breakdowns.begin()
 
     @property
     def replicas(self) -> list[Replica]:
@@ -157,14 +102,14 @@ class Fleet:
 
     def submit(self, request: Request) -> bool:
         """A request arrives. False when it is refused: status and reason are in the log."""
-        row = _row(request)
+        row = row_of(request)
         reason = self._refusal(request)
         if not reason and self._door is not None:
             reason = self._door.refuses(request, self.log.sent_s[row], self.clock.now)
         if reason:
             self.log.status[row], self.log.reason[row] = int(Status.REJECTED), reason
             return False
-        self._live[row] = None
+        self.live[row] = None
         self._route(request)
         return True
 
@@ -200,7 +145,7 @@ class Fleet:
         assert accepted, request.reason  # `submit` has asked before it let the request in
 
     def _replica_finished(self, request: Request, now_s: float) -> None:
-        row = _row(request)
+        row = row_of(request)
         slot = self.slots[self.log.replica[row]]
         if (
             slot.pool.plan.role == "prefill"
@@ -215,15 +160,8 @@ class Fleet:
             self._set(slot, ReplicaState.STOPPED)
 
     def _end(self, row: int) -> None:
-        first_s, now_s = self.log.prefill_done_s[row], self.clock.now
-        if row in self._whole and not math.isnan(first_s):
-            first_s = now_s
-        del self._live[row]
-        if self._window_s and not math.isnan(first_s):
-            ended = self._ended_ttfts
-            ended.append((now_s, first_s, first_s - self.log.sent_s[row]))
-            while ended[0][0] < now_s - self._window_s:
-                ended.popleft()
+        del self.live[row]
+        self.view.ended(row)
         self._ended(row)
 
     def _fail(self, row: int, reason: str) -> None:
@@ -235,22 +173,12 @@ class Fleet:
 
     def _hand_over(self, row: int, request: Request, slot: Slot) -> None:
         """The first token is out: send the prompt's KV to the decode pool."""
-        log, link, now_s = self.log, self.plan.kv_transfer or KvTransfer(), self.clock.now
+        log = self.log
         log.status[row], log.reason[row], log.engine_done_s[row] = int(Status.UNFINISHED), "", math.nan
-        self._prefill_replica[row] = slot.index
-        num_bytes = request.prompt_tokens * slot.pool.plan.kv_bytes_per_token
-        slot.link_free_s = max(now_s, slot.link_free_s) + num_bytes / (link.bandwidth_gb_per_s * 1e9)
-        arrives_s = slot.link_free_s + link.latency_ms / 1000
-        self._transfer_s[row] = arrives_s - now_s
-        life = slot.epoch
-        self._transfers[row] = (slot, life)
-        self.clock.call_at(arrives_s, lambda: self._arrived(row, slot, life))
+        self._transfers.begin(row, request, slot)
 
-    def _arrived(self, row: int, slot: Slot, life: int) -> None:
+    def _arrived(self, row: int) -> None:
         """The KV is there: the request goes on as one that was preempted and kept its KV."""
-        if self._transfers.get(row) != (slot, life):
-            return
-        del self._transfers[row]
         request = self._make_request(row)
         request.state = State.PREEMPTED
         request.num_tokens = request.prompt_tokens + 1
@@ -271,7 +199,7 @@ class Fleet:
         slot.epoch += 1
         self._events.append((self.clock.now, slot.index, int(state)))
 
-    def _place(self, pool: Pool) -> Slot:
+    def place(self, pool: Pool) -> Slot:
         """A place where no replica is."""
         for slot in pool.slots:
             if slot.state is ReplicaState.STOPPED:
@@ -303,9 +231,9 @@ class Fleet:
         router = slot.pool.router
         router.remove(slot.replica)
         if not router.replicas:
-            self._pending += router.withdraw()
+            self.pending += router.withdraw()
 
-    def _start(self, slot: Slot) -> None:
+    def start(self, slot: Slot) -> None:
         """Begin a cold start."""
         self._set(slot, ReplicaState.STARTING)
         epoch = slot.epoch
@@ -322,81 +250,73 @@ class Fleet:
         slot.link_free_s = 0.0
         self._set(slot, ReplicaState.READY)
         slot.pool.router.add(slot.replica, slot.pool.plan.weight)
-        self._draw_failure(slot)
+        self._breakdowns.draw(slot)
         self._flush()
         slot.pool.router.finished()
 
+    def retire(self, slot: Slot) -> None:
+        """Take a replica away; it finishes what it has."""
+        if slot.state is ReplicaState.READY:
+            self._leave(slot)
+            if not slot.is_empty:
+                self._set(slot, ReplicaState.DRAINING)
+                return
+        self._set(slot, ReplicaState.STOPPED)
+
     def _flush(self) -> None:
         """Requests that waited for a replica try again."""
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         for request in pending:
             if request.external_tokens:
                 self._decode(request)
             else:
                 self._route(request)
 
+    def num_pending(self, router: Router) -> int:
+        """Requests that wait for a replica of a router."""
+        return sum((router is self.decode) is bool(request.external_tokens) for request in self.pending)
+
     def _hold(self, request: Request) -> None:
         """Keep a request until a replica is there for it; it fails when none will ever be."""
         router = self.decode if request.external_tokens else self.entry
         for pool in self.pools:
-            lives = pool.scaler is not None or pool.count(*_EXISTING)
+            lives = pool.scaler is not None or pool.count(*EXISTING)
             if pool.router is router and lives and not pool.refusal(request):
-                self._pending.append(request)
+                self.pending.append(request)
                 return
-        row = _row(request)
+        row = row_of(request)
         self.lost_tokens += bool(request.external_tokens)
         self._forget([row])
         self._fail(row, "no replica is left")
 
     def _hold_again(self) -> None:
         """A replica went away for good: those who wait for it fail."""
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         for request in pending:
             self._hold(request)
 
     # ---- failures ------------------------------------------------------------------------------------------
 
-    def _draw_failure(self, slot: Slot) -> None:
-        failures = self.plan.failures
-        if failures is None or failures.mtbf_s is None or failures.mttr_s is None:
-            return
-        rng = self._rngs.get(slot.index)
-        if rng is None:
-            seed = np.random.SeedSequence((self.plan.seed, 0xFA11, slot.index))
-            rng = self._rngs[slot.index] = np.random.Generator(np.random.PCG64(seed))
-        up_s, down_s = rng.exponential(failures.mtbf_s), rng.exponential(failures.mttr_s)
-        epoch = slot.epoch
-        self.clock.call_at(
-            self.clock.now + up_s,
-            lambda: self._break(slot, down_s) if slot.epoch == epoch else None,
-        )
-
-    def _outage(self, index: int, down_s: float | None) -> None:
-        """A failure of the schedule; a replica that is not up cannot fail."""
-        if index < len(self.slots) and self.slots[index].state in (*_HOLDS_REQUESTS, ReplicaState.STARTING):
-            self._break(self.slots[index], down_s)
-
     def _break(self, slot: Slot, down_s: float | None) -> None:
         """A replica fails: its KV and prefix cache are gone, and its requests begin again or fail."""
         was = slot.state
         lost: list[int] = []
-        if was in _HOLDS_REQUESTS:
+        if was in HOLDS_REQUESTS:
             if was is ReplicaState.READY:
                 self._leave(slot)
             for request, tokens in slot.replica.halt():
                 self.lost_tokens += tokens
-                lost.append(_row(request))
-        for row in [row for row, (source, _) in self._transfers.items() if source is slot]:
-            del self._transfers[row]
-            self.lost_tokens += 1
-            lost.append(row)
+                lost.append(row_of(request))
+        sending = self._transfers.break_off(slot)
+        self.lost_tokens += len(sending)
+        lost += sending
         if was is ReplicaState.DRAINING or down_s is None:
             self._set(slot, ReplicaState.STOPPED)
         else:
             self._set(slot, ReplicaState.DOWN)
             epoch = slot.epoch
             self.clock.call_at(
-                self.clock.now + down_s, lambda: self._start(slot) if slot.epoch == epoch else None
+                self.clock.now + down_s, lambda: self.start(slot) if slot.epoch == epoch else None
             )
         self._forget(lost)
         for row in lost:
@@ -410,127 +330,34 @@ class Fleet:
             log.scheduled_s[row] = log.prefill_done_s[row] = log.engine_done_s[row] = math.nan
             log.output_tokens[row] = log.cached_tokens[row] = log.preemptions[row] = 0
             log.replica[row] = -1
-            self._prefill_replica.pop(row, None)
-            self._transfer_s.pop(row, None)
+            self._transfers.forget(row)
         if gone:
             log.ranges = [entry for entry in log.ranges if entry[0] not in gone]
 
     def _retry(self, row: int, replica: int) -> None:
-        failures = self.plan.failures
-        assert failures is not None
-        count = self._retries.get(row, 0)
-        if count >= failures.max_retries:
-            self._fail(row, f"replica {replica} failed; {count} retries used")
-            return
-        self._retries[row] = count + 1
-        pause_s = failures.retry_backoff_s * 2**count
-        if pause_s:
+        pause_s = self._breakdowns.pause_s(row)
+        if pause_s is None:
+            assert self.plan.failures is not None
+            self._fail(row, f"replica {replica} failed; {self.plan.failures.max_retries} retries used")
+        elif pause_s:
             self.clock.call_at(self.clock.now + pause_s, lambda: self._route(self._make_request(row)))
         else:
             self._route(self._make_request(row))
-
-    # ---- autoscaling ---------------------------------------------------------------------------------------
-
-    def _look_later(self, pool: Pool, scaler: Scaler) -> None:
-        self.clock.call_at(self.clock.now + scaler.spec.interval_s, lambda: self._look(pool, scaler))
-
-    def _look(self, pool: Pool, scaler: Scaler) -> None:
-        current = pool.count(*_EXISTING)
-        wanted = scaler.decide(self.clock.now, max(current, 1), self._metrics(pool, scaler, max(current, 1)))
-        for _ in range(wanted - current):
-            self._start(self._place(pool))
-        for slot in self._victims(pool, current - wanted):
-            self._retire(slot)
-        self._look_later(pool, scaler)
-
-    def _metrics(self, pool: Pool, scaler: Scaler, current: int) -> dict[str, float]:
-        """Means over the replicas there are; one that is starting or down counts with 0."""
-        ready = [s.replica for s in pool.slots if s.state is ReplicaState.READY]
-        share = pool.plan.weight * current
-        share /= share + sum(
-            p.plan.weight * max(p.count(*_EXISTING), 1)
-            for p in self.pools
-            if p.router is pool.router and p is not pool
-        )
-        queued = share * (pool.router.unsent() + self._num_pending(pool.router))
-        out = {
-            "outstanding": (queued + sum(r.outstanding for r in ready)) / current,
-            "waiting": (queued + sum(r.scheduler.num_waiting for r in ready)) / current,
-        }
-        targets = scaler.spec.targets()
-        if "kv_cache_usage" in targets:
-            used = sum(r.used_pages / r.scheduler.config.num_pages for r in ready)
-            out["kv_cache_usage"] = used / current
-        if "p95_ttft_s" in targets:
-            done, waits = self.ttfts(self.clock.now - scaler.spec.window_s)
-            out["p95_ttft_s"] = p95([*done, *waits])
-        return out
-
-    def _victims(self, pool: Pool, count: int) -> list[Slot]:
-        """Whom to take away: those that do not serve yet or any more, then those with the fewest requests."""
-        existing = [slot for slot in pool.slots if slot.state in _EXISTING]
-        existing.sort(key=lambda s: (s.state is ReplicaState.READY, s.outstanding, -s.index))
-        return existing[: max(count, 0)]
-
-    def _retire(self, slot: Slot) -> None:
-        if slot.state is ReplicaState.READY:
-            self._leave(slot)
-            if not slot.is_empty:
-                self._set(slot, ReplicaState.DRAINING)
-                return
-        self._set(slot, ReplicaState.STOPPED)
-
-    # ---- what the door sees --------------------------------------------------------------------------------
-
-    @property
-    def num_outstanding(self) -> int:
-        """Requests let in and not ended."""
-        return len(self._live)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests let in that no engine runs yet."""
-        queued = sum(s.replica.num_waiting for s in self.slots if s.state in _HOLDS_REQUESTS)
-        decode = self.decode.unsent() if self.decode is not None else 0
-        return queued + self.entry.unsent() + decode + len(self._pending)
-
-    @property
-    def num_without_token(self) -> int:
-        """Requests let in that have shown no token yet."""
-        first_s, whole = self.log.prefill_done_s, self._whole
-        return sum(row in whole or math.isnan(first_s[row]) for row in self._live)
-
-    def _num_pending(self, router: Router) -> int:
-        return sum((router is self.decode) is bool(request.external_tokens) for request in self._pending)
-
-    def ttfts(self, from_s: float) -> tuple[list[float], list[float]]:
-        """TTFTs of first tokens since `from_s`, and waits so far of those without one; at the engine."""
-        sent_s, first_s, now_s = self.log.sent_s, self.log.prefill_done_s, self.clock.now
-        whole = self._whole
-        done = [ttft_s for _, at_s, ttft_s in self._ended_ttfts if at_s >= from_s]
-        done += [
-            first_s[row] - sent_s[row] for row in self._live if first_s[row] >= from_s and row not in whole
-        ]
-        return done, [now_s - sent_s[row] for row in self._live if row in whole or math.isnan(first_s[row])]
 
     # ---- the record ----------------------------------------------------------------------------------------
 
     def record(self, rows: Ints) -> FleetRecord:
         """What happened to the fleet; `rows` of the workload in the order of the request table."""
         events = self._events
+        prefill_replica, kv_transfer_s = self._transfers.columns(rows.tolist())
         return FleetRecord(
             pools=tuple(pool.plan.facts() for pool in self.pools),
             pool_of=np.array([self.pools.index(slot.pool) for slot in self.slots], np.int64),
             event_s=np.array([e[0] for e in events], np.float64),
             event_replica=np.array([e[1] for e in events], np.int64),
             event_state=np.array([e[2] for e in events], np.int64),
-            retries=np.array([self._retries.get(row, 0) for row in rows.tolist()], np.int64),
-            prefill_replica=np.array([self._prefill_replica.get(r, -1) for r in rows.tolist()], np.int64),
-            kv_transfer_s=np.array([self._transfer_s.get(r, math.nan) for r in rows.tolist()], np.float64),
+            retries=self._breakdowns.retries(rows.tolist()),
+            prefill_replica=prefill_replica,
+            kv_transfer_s=kv_transfer_s,
             lost_tokens=self.lost_tokens,
         )
-
-
-def _row(request: Request) -> int:
-    assert isinstance(request.id, int)
-    return request.id

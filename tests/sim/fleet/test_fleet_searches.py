@@ -46,7 +46,7 @@ def of_width(width: int, **columns: Any) -> Workload:
 def check_left(world: Any) -> None:
     """Nobody is under way any more, and nobody holds a page."""
     assert not world.server._whose
-    assert not world.fleet._live
+    assert not world.fleet.live
     for slot in world.fleet.slots:
         if slot.state in (ReplicaState.READY, ReplicaState.DRAINING):
             assert slot.replica.scheduler.num_unfinished == slot.replica.scheduler.used_pages == 0
@@ -76,6 +76,7 @@ def check_counts(record: RunRecord, workload: Workload) -> None:
     done = r.status == Status.FINISHED
     assert workload.beam_width is not None
     assert workload.best_of is not None
+    assert not (workload.beam_width[workload.best_of > 1]).any()
     width, count = workload.beam_width[r.request_id], workload.best_of[r.request_id]
     beams, candidates = record.beams, record.candidates
     assert beams is not None
@@ -267,9 +268,9 @@ def test_an_autoscaler_and_a_door_see_a_first_token_when_the_answer_is_shown() -
     seen: list[Any] = []
 
     def watch(world: Any) -> None:
-        fleet = world.fleet
+        view = world.fleet.view
         for time_s in (2.0, 6.0):
-            world.clock.call_at(time_s, lambda: seen.append((fleet.num_without_token, fleet.ttfts(0.0))))
+            world.clock.call_at(time_s, lambda: seen.append((view.num_without_token, view.ttfts(0.0))))
 
     scaler = Autoscaler(p95_ttft_ms=1e6, max_replicas=1)
     record = run_fleet(workload, pool(ENGINE, flat, autoscaler=scaler), watch=watch)
@@ -360,6 +361,29 @@ def test_candidates_share_the_pages_that_were_sent(asynchronous: bool) -> None:
     # Each fork computes the last token of the prompt again; the first has its first token from the other pool.
     assert record.steps.num_tokens[there].sum() == (output - 1) + (count - 1) * output
     assert record.requests.last_token_s[0] == record.steps.end_s[-1]
+
+
+def test_what_leaves_room_for_one_token_ends_where_its_prompt_was_computed() -> None:
+    workload = of_width(3, sent_s=[0.0, 1.0, 2.0], prompt_tokens=[99] * 3, output_tokens=[20] * 3)
+    workload = sampling([1, 1, 4], searching([0, 3, 0], workload))
+    record = disaggregated(workload, max_model_len=100)
+    r = record.requests
+    assert r.status.tolist() == [Status.FINISHED] * 3
+    assert r.output_tokens.tolist() == [1, 1, 1]
+    assert r.replica.tolist() == [0, 0, 0]
+    assert np.isnan(fleet_of(record).kv_transfer_s).all()
+    assert (r.first_token_s == r.last_token_s).all()
+    check_counts(record, workload)
+
+
+def test_an_answer_out_of_the_cache_is_shown_whole_too() -> None:
+    workload = make_workload([0.0, 5.0], [40, 40], [20, 20], segments=[[(40, 1)], [(40, 1)]])
+    for kind in (searching([3, 3], workload), sampling([3, 3], workload)):
+        assert kind.repeats().tolist() == [0, 0]
+        record = run_world(kind, ENGINE, LinearPricer(), response_cache=True)
+        assert record.requests.output_tokens.tolist() == [20, 20]
+        assert record.requests.replica.tolist() == [0, -1]
+        assert record.token_times_s(1).tolist() == [5.0] * 20
 
 
 def test_the_survivors_are_those_of_one_replica() -> None:
