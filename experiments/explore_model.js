@@ -49,8 +49,9 @@ function ends(key, i) {
   const found = (D.interval[key] || [])[i], own = value(key, i);
   if (!found || !known(own)) return "";
   const [low, high] = found.map((v, n) => known(v) ? v : n ? Infinity : 0);
+  const words = v => fmt(FIGURE[key].unit === "%" ? v * 100 : v);
   // Beside saturation an interval has no end worth a number.
-  return `${low < own / 10 ? "<" : ""}${fmt(Math.max(low, own / 10))} to ${high > own * 10 ? ">" : ""}${fmt(Math.min(high, own * 10))}`;
+  return `${low < own / 10 ? "<" : ""}${words(Math.max(low, own / 10))} to ${high > own * 10 ? ">" : ""}${words(Math.min(high, own * 10))}`;
 }
 function doubts(i) {
   const found = [];

@@ -48,7 +48,7 @@ function axisOf(key, values) {
 }
 function hover(i, ...keys) {
   const lines = [`<b>#${D.number[i]}</b> ${clear(named(i))}`];
-  for (const key of keys) lines.push(`${label(key)} ${shown(key, value(key, i))}`);
+  for (const key of keys) lines.push(`${label(key)} ${shown(key, value(key, i))}${ends(key, i) && ` (95%: ${ends(key, i)})`}`);
   const why = broken(i);
   lines.push(why.length ? "✗ " + clear(why[0]) : "✓ keeps the promises");
   return lines.join("<br>");

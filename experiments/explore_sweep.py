@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from experiments.explore_space import Point, Space, read_object
 from experiments.sweep_spec import NAME, Params, canonical
-from experiments.sweep_store import COLUMNS, FIXED, POINTS, SWEEP, folder_name
+from experiments.sweep_store import COLUMNS, ENDS, FIXED, INTERVALS, POINTS, SWEEP, folder_name
 from serving.errors import UsageError
 from sim.deployment import Deployment
 from sim.slo import parse_slo
@@ -27,7 +28,7 @@ def sweep_space(root: Path, results: Path, serving: Sequence[str]) -> Space:
     if not rows:
         raise UsageError(f"{root}: no run of the sweep is done yet; start it, or continue it with --resume")
     base, num_runs = dict(asked.get("base") or {}), int(asked.get("num_runs") or 1)
-    knobs = tuple(name for name in rows[0] if name not in COLUMNS and name not in FIXED)
+    knobs = tuple(name for name in rows[0] if name not in {*COLUMNS, *FIXED, *INTERVALS})
     given = list({canonical(p): p for p in asked.get("points") or []}.values())
     groups: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
@@ -130,7 +131,16 @@ def _mean(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name, short in WORDS.items():
         seen = list(dict.fromkeys(str(row[name]) for row in done if row.get(name)))
         words[short] = " or ".join(seen)
-    return {"figures": figures, "words": words, "runs": len(done)}
+    intervals = {
+        name: _interval(done, *ends) for name, ends in ENDS.items() if done[0].get(ends[0]) is not None
+    }
+    return {"figures": figures, "intervals": intervals, "words": words, "runs": len(done)}
+
+
+def _interval(runs: Sequence[Mapping[str, Any]], *ends: str) -> tuple[float, float]:
+    """The mean of the runs' intervals, each of which is that of one run; an end that is no number has none."""
+    low, high = ([math.inf if run.get(end) is None else float(run[end]) for run in runs] for end in ends)
+    return sum(low) / len(low), sum(high) / len(high)
 
 
 def _limits(base: Mapping[str, Any]) -> dict[str, float]:

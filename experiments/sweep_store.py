@@ -25,6 +25,7 @@ from typing import Any
 from experiments.results import METRICS, writable
 from experiments.sweep_spec import NAME, Params, canonical, label
 from serving.errors import UsageError
+from sim.replications import RATES, SHARES
 
 SWEEP, POINTS, RESULTS, SUMMARY, SUMMARY_CSV = (
     "sweep.json",
@@ -59,6 +60,15 @@ COLUMNS: dict[str, str] = {
     "output_throughput_per_gpu": "float",
 }
 """Figures of a run in its Parquet row, by name in the result JSON (but the last two), and their types."""
+ENDS: dict[str, tuple[str, str]] = {
+    f"{name}{unit}": (f"{name}_ci95_low{unit}", f"{name}_ci95_high{unit}")
+    for name, unit in (
+        *((f"{statistic}_{m}", "_ms") for m in METRICS for statistic in STATISTICS if statistic != "std"),
+        *((name, "") for name in (*RATES, *SHARES)),
+    )
+}
+"""Columns with the ends of the 95 % interval of a figure, where a sweep makes replications."""
+INTERVALS = {end: "float" for both in ENDS.values() for end in both}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +113,11 @@ def folder_name(params: Params, serving: Iterable[str]) -> str:
 class Store:
     """The folder of one sweep."""
 
-    def __init__(self, root: Path, kinds: Mapping[str, str], serving: Iterable[str]) -> None:
+    def __init__(
+        self, root: Path, kinds: Mapping[str, str], serving: Iterable[str], *, intervals: bool = False
+    ) -> None:
         self.root = root
+        self.figures = COLUMNS | INTERVALS if intervals else COLUMNS
         self.kinds = dict(kinds)
         """Type of each parameter that varies: int, float, bool or str."""
         self.serving = tuple(serving)
@@ -192,7 +205,7 @@ class Store:
             "error": outcome.error or None,
             "error_type": outcome.error_type or None,
             **{self.column(key): _typed(task.params.get(key), kind) for key, kind in self.kinds.items()},
-            **{name: _typed(result.get(name), kind) for name, kind in COLUMNS.items()},
+            **{name: _typed(result.get(name), kind) for name, kind in self.figures.items()},
         }
 
     def column(self, key: str) -> str:
@@ -221,7 +234,7 @@ class Store:
         pa: Any = import_module("pyarrow")
         pq: Any = import_module("pyarrow.parquet")
         types = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_(), "str": pa.string()}
-        kinds = {**FIXED, **{self.column(k): kind for k, kind in self.kinds.items()}, **COLUMNS}
+        kinds = {**FIXED, **{self.column(k): kind for k, kind in self.kinds.items()}, **self.figures}
         schema = pa.schema([(name, types[kind]) for name, kind in kinds.items()])
         sink = io.BytesIO()
         pq.write_table(pa.Table.from_pylist([dict(row) for row in rows], schema), sink, compression="zstd")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.sweep import make_tasks
 from experiments.sweep_spec import SweepSpec
-from experiments.sweep_store import COLUMNS
+from experiments.sweep_store import COLUMNS, INTERVALS
 from serving.errors import UsageError
 from sim.frames import frame, pandas
 from tokentwin.commands.sweep import SERVING
@@ -88,7 +88,8 @@ class SweepResult:
 
         Raises UsageError without pandas.
         """
-        names = ["run", *self.parameters, "status", "error", *COLUMNS]
+        ends = [name for name in INTERVALS if name in self.rows[0]] if self.rows else []
+        names = ["run", *self.parameters, "status", "error", *COLUMNS, *ends]
         columns = {name: [row[name] for row in self.rows] for name in names}
         used = {k: v for k, v in columns.items() if k == "status" or any(value is not None for value in v)}
         return frame(used, index=[row["index"] for row in self.rows], name="index")

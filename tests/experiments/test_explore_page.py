@@ -250,6 +250,8 @@ class TestPage:
         assert words in browser.js("$('headline').textContent")
         assert words in browser.js("$('point-state').textContent")
         assert "9 to 12" in browser.js("$('point-figures').textContent")
+        assert "P95 TTFT 10 ms (95%: 9 to 12)<br>" in browser.js("hover(0, 'p95_ttft_ms')")
+        assert "P95 TPOT 2 ms<br>" in browser.js("hover(0, 'p95_tpot_ms')")
         marks = {
             limit_ms: browser.js(f"S.limits.ttft.ms = {limit_ms}; changed(); refresh(); ALL.map(mark)")
             for limit_ms in (13, 12, 11.9, 9.5, 8, 6.5, 5.7, 5)

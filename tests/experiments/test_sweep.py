@@ -13,17 +13,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import duckdb
+import pyarrow.parquet as pq
 import pytest
+import yaml
 
+from experiments.explore import payload
+from experiments.explore_data import load_space
 from experiments.sweep import make_tasks, run_sweep
 from experiments.sweep_backends import Local
 from experiments.sweep_spec import Params, product, read_params, read_sweep
-from experiments.sweep_store import Outcome, Store, Task, folder_name
+from experiments.sweep_store import ENDS, INTERVALS, Outcome, Store, Task, folder_name
 from serving.errors import TokenTwinError, UsageError
+from tokentwin import simulate
 from tokentwin.cli import main
-from tokentwin.commands.sweep import kinds, sweep_spec
+from tokentwin.commands.sweep import SERVING, kinds, sweep_spec
 from tokentwin.sweep_point import point_job, run_point
 
 BASE = """\
@@ -86,6 +92,43 @@ def test_the_tree_is_the_one_that_vllm_plots(folder: Path) -> None:
         table = list(csv.DictReader(text))
     assert len(table) == 12
     assert {row["max_num_seqs"] for row in table} == {"2", "64"}
+
+
+def test_replications_give_each_point_intervals_in_columns_of_their_own(folder: Path) -> None:
+    """Those of `simulate` with the same options; beside a point without, which the schema has too."""
+    text = BASE + "grid: {request_rate: [50, 100], replications: [1, 3]}\n"
+    assert main(["sweep", str(write(folder, text)), "--jobs", "2"]) == 0
+    root = folder / "results" / "s"
+    table = pq.read_table(root / "results.parquet").to_pylist()
+    assert [row["p95_ttft_ci95_low_ms"] is None for row in table] == [True, False, True, False]
+    run = simulate(**yaml.safe_load(BASE)["base"], request_rate=100.0, replications=3)
+    for figure, (low, high) in ENDS.items():
+        interval = run.certainty.interval(figure.removesuffix("_ms"))
+        if figure in ("request_goodput", "slo_attainment"):
+            assert interval is None  # nobody asked for limits
+            continue
+        assert interval is not None
+        scale = 1000 if figure.endswith("_ms") else 1
+        assert table[3][low] == pytest.approx(interval.low * scale)
+        assert table[3][high] == pytest.approx(interval.high * scale)
+        assert table[3][low] <= table[3][figure] <= table[3][high]
+    space = load_space(root, serving=SERVING)
+    assert set(space.knobs) == {"request_rate", "replications"}
+    assert [bool(point.intervals) for point in space.points] == [False, True, False, True]
+    ends = space.points[3].intervals["p95_ttft_ms"]
+    assert ends == (table[3]["p95_ttft_ci95_low_ms"], table[3]["p95_ttft_ci95_high_ms"])
+    assert payload(space, root, {})["interval"]["p95_ttft_ms"] == [
+        *(None, ANY, None),
+        pytest.approx(list(ends), rel=1e-5),
+    ]
+
+
+def test_without_replications_there_are_no_columns_for_them(folder: Path) -> None:
+    assert main(["sweep", str(write(folder, BASE + "points: [{osl: 2}]\n")), "--jobs", "1"]) == 0
+    names = pq.read_table(folder / "results" / "s" / "results.parquet").column_names
+    assert not set(INTERVALS) & set(names)
+    sweep = ["sweep", str(folder / "s.yaml"), "--jobs", "1", "--resume", "--replications", "3"]
+    assert main(sweep) == 2  # rows of one sweep are alike
 
 
 def test_rows_of_the_summary_are_in_the_order_of_the_grid(folder: Path) -> None:

@@ -50,8 +50,14 @@ SWEEP = tuple(
         ("address", str, "Of the Ray cluster: auto, HOST:6379 or ray://HOST:10001; none starts one here."),
     )
 )  # fmt: skip
+REPLICATIONS = Flag(
+    "replications", int, "For 95% intervals of each point's figures, in columns of their own: so many more runs of it, "
+    "and some that tell what calibration does; 1 leaves them out.", "Run", (), "1",
+)  # fmt: skip
 BASE = (*DEPLOYMENT, *TRAFFIC, *(f for f in PROMISES if f.name != "fail_on_slo"), *(
-    f for f in RUN if f.name not in ("config", "print_config", "disable_tqdm")
+    REPLICATIONS if f.name == "replications" else f
+    for f in RUN
+    if f.name not in ("config", "print_config", "disable_tqdm")
 ))  # fmt: skip
 BASE_FLAGS = {flag.name: flag for flag in BASE}
 OTHERS = tuple(flag for flag in RUN if flag.name in ("config", "print_config", "disable_tqdm"))
@@ -103,7 +109,8 @@ def run_asked(
     told: Callable[[int, int, int], None] | None = None,
 ) -> tuple[SweepEnd, Store]:
     """Run a checked sweep into the folder `root`, or continue there; how it ended, and where its rows are."""
-    store = Store(root, kinds(asked), SERVING)
+    intervals = asked.base.get("replications", 1) != 1 or "replications" in asked.varied()
+    store = Store(root, kinds(asked), SERVING, intervals=intervals)
     backend = make_backend(
         given.get("backend", "joblib"), jobs=given.get("jobs"), address=given.get("address")
     )
