@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from calibration import bench_table, lss, vidur
 from calibration.fit import DEFAULT_OPTIONS, Options, fit_kernel, grid_groups, shape_groups
@@ -28,6 +29,7 @@ from calibration.tables import (
     thin,
 )
 from costmodel.datasheet import HOST, device_facts
+from costmodel.engine_version import parse_version
 from costmodel.formats import GEMM_FORMATS, KV_FORMATS, hardware
 from costmodel.kernels import FORMULAS
 from costmodel.profile import (
@@ -41,9 +43,10 @@ from costmodel.profile import (
 )
 from serving.errors import UsageError
 
+VLLM_ALL_REDUCE = "vLLM_custom_graph"
 ALL_REDUCE_PREFERENCE = (
     bench_table.MODE,
-    "vLLM_custom_graph",
+    VLLM_ALL_REDUCE,
     "SGLang_CustomAllReduce_graph",
     "TRTLLM",
     "nccl-tests",
@@ -168,32 +171,46 @@ def clean_decode(samples: Samples, facts: DeviceFacts, kv_bytes: float) -> None:
     drop_spikes(samples)
 
 
-def all_reduce_samples(tables: Sequence[Table], facts: DeviceFacts) -> Samples:
-    """All-reduce timings of the preferred implementation: shape (num_gpus,), grid (bytes,)."""
+def all_reduce_samples(tables: Sequence[Table]) -> dict[str, Samples]:
+    """All-reduce timings of the preferred implementation: shape (num_gpus,), grid (bytes,).
+
+    By version, the newest first. Earlier ones are vLLM's, measured about as finely (`_as_finely`).
+    """
     rows = [
         r for t in tables for r in t.rows if r["op"] == "all_reduce" and r["dtype"] in ("bfloat16", "half")
     ]
-    chosen: list[dict[str, str]] = []
-    mode = ""
-    for preferred in ALL_REDUCE_PREFERENCE:
-        found = [r for r in rows if r["mode"] == preferred]
-        if found:
-            newest = max(
-                {r["version"] for r in found}, key=lambda v: [int(p) for p in v.split(".") if p.isdigit()]
+    mode = next((m for m in ALL_REDUCE_PREFERENCE if any(r["mode"] == m for r in rows)), "")
+    of_version: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        if row["mode"] == mode:
+            of_version.setdefault(row["version"], []).append(row)
+    order = sorted(of_version, key=lambda v: (parse_version(v), v), reverse=True)
+    names = ", ".join(t.name for t in tables)
+    found: dict[str, Samples] = {}
+    for version in order if mode == VLLM_ALL_REDUCE else order[:1]:
+        samples = samples_from(
+            "all_reduce",
+            of_version[version],
+            lambda r: (float(r["n_gpus"]),),
+            lambda r: (float(r["bytes"]),),
+            source=f"{names}: {mode} {version}",
+        )
+        if len(samples):
+            thin(samples)
+            drop_spikes(samples)
+        if version != order[0]:
+            samples.keep(
+                _as_finely(samples, found[order[0]]), "fewer than half of the newest version's sizes"
             )
-            chosen, mode = [r for r in found if r["version"] == newest], f"{preferred} {newest}"
-            break
-    samples = samples_from(
-        "all_reduce",
-        chosen,
-        lambda r: (float(r["n_gpus"]),),
-        lambda r: (float(r["bytes"]),),
-        source=f"{', '.join(t.name for t in tables)}: {mode}",
-    )
-    if len(samples):
-        thin(samples)
-        drop_spikes(samples)
-    return samples
+        found[version] = samples
+    return found
+
+
+def _as_finely(samples: Samples, newest: Samples) -> npt.NDArray[np.bool_]:
+    """Which timings are over a number of GPUs at which there are at least half as many sizes as `newest` has at any."""
+    _, most = np.unique(newest.shape, return_counts=True)
+    _, here, count = np.unique(samples.shape, return_inverse=True, return_counts=True)
+    return np.asarray(2 * count[here.ravel()] >= most.max(initial=0))
 
 
 def fit_profile(
@@ -243,6 +260,10 @@ def fit_profile(
             fits.setdefault(group, {})[name] = fit
         else:
             singles[group] = fit
+    reduces = fits.pop("all_reduce", {})
+    newest, *earlier = reduces or [""]
+    if reduces:
+        singles["all_reduce"] = reduces[newest]
     if not singles and not fits:
         raise UsageError(f"no usable kernel timings for {facts.name} in {len(found.files)} tables")
     stamp = provenance or Provenance(measured="kernel timings given by the user")
@@ -251,6 +272,8 @@ def fit_profile(
         facts=facts,
         **fits,
         **singles,
+        all_reduce_version=newest if earlier else "",
+        other_all_reduces={version: reduces[version] for version in earlier},
         host=host,
         provenance=stamp.model_copy(
             update={
@@ -262,7 +285,7 @@ def fit_profile(
 
 
 def all_samples(tables: Sequence[Table], facts: DeviceFacts) -> dict[tuple[str, str], Samples]:
-    """Cleaned timings by (kernel, number format), the format being '' where there is only one.
+    """Cleaned timings by (kernel, number format), the format being '' where there is only one; of all-reduces by version.
 
     Layer profiles stand in for what no table of single kernels gives. Kernels without any row are left out;
     one with rows and without a sample lost them all to cleaning.
@@ -276,7 +299,8 @@ def all_samples(tables: Sequence[Table], facts: DeviceFacts) -> dict[tuple[str, 
     for kv_dtype in KV_FORMATS:
         found["prefill", kv_dtype] = prefill_samples(of_kind.get("prefill", []), kv_dtype, facts)
         found["decode", kv_dtype] = decode_samples(of_kind.get("decode", []), kv_dtype, facts)
-    found["all_reduce", ""] = all_reduce_samples(of_kind.get("comm", []), facts)
+    for version, samples in all_reduce_samples(of_kind.get("comm", [])).items():
+        found["all_reduce", version] = samples
     names: tuple[tuple[KernelKind, str], ...] = (
         ("moe", "bfloat16"),
         ("decode_mixed", "bfloat16"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from costmodel.engine_version import is_version
 from serving.errors import UsageError
 from sim.deployment import Deployment
 from sim.record import Floats
@@ -57,15 +58,9 @@ def graphs_in_budget(version: tuple[int, ...]) -> bool:
     return not version or version >= (0, 21)
 
 
-def parse_version(text: str) -> tuple[int, ...]:
-    """`0.19.0` as (0, 19, 0); () when there is none."""
-    parts = []
-    for part in text.strip().lstrip("v").split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        parts.append(int(digits))
-    return tuple(parts)
+def priced_by(version: str, num_gpus: int) -> str | None:
+    """What a deployment says of its engine's version, by which only the exchange between GPUs is priced."""
+    return version if num_gpus > 1 and is_version(version) else None
 
 
 def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:

@@ -18,11 +18,12 @@ from calibration.observed import (
     Case,
     Observed,
     number,
-    parse_version,
     plain_workload,
+    priced_by,
     read_rows,
     semantics_of,
 )
+from costmodel.engine_version import parse_version
 from serving.errors import UsageError
 from sim.deployment import Deployment
 
@@ -56,7 +57,8 @@ def read_points(path: Path, run: str | None, profile: str | None, seed: int) -> 
 def _case(row: dict[str, str], path: Path, profile: str | None, seed: int) -> Case:
     isl, osl, conc, tp = (int(number(row, c, path)) for c in ("isl", "osl", "conc", "tp_size"))
     fp8 = row["precision"].lower() == "fp8"
-    version = parse_version(row.get("backend_version") or DEFAULT_VERSION)
+    engine = row.get("backend_version") or DEFAULT_VERSION
+    version = parse_version(engine)
     values: dict[str, Any] = {
         "model": row["model"],
         "gpu": profile or row["system"],
@@ -69,6 +71,7 @@ def _case(row: dict[str, str], path: Path, profile: str | None, seed: int) -> Ca
         "gpu_memory_utilization": 0.9,
         "enable_prefix_caching": False,
         "semantics": semantics_of(version),
+        "engine_version": priced_by(engine, tp),
         "async_scheduling": True,
     }
     rng = np.random.default_rng([seed, isl, osl, conc])

@@ -15,11 +15,12 @@ from calibration.observed import (
     Case,
     Observed,
     number,
-    parse_version,
     plain_workload,
+    priced_by,
     read_rows,
     semantics_of,
 )
+from costmodel.engine_version import parse_version
 from serving.errors import UsageError, nearest
 from sim.deployment import Deployment
 from sim.record import Floats
@@ -129,6 +130,7 @@ def _deployment(settings: dict[str, str], profile: str | None, version: tuple[in
         "enable_prefix_caching": not _off(given("prefix_caching")),
         "enforce_eager": _off(given("cuda_graph")),
         "semantics": semantics_of(version),
+        "engine_version": priced_by(settings.get("engine_version", ""), whole("tp") or 1),
         "async_scheduling": True,
         "tokenize_us_per_token": 0.0,
         "detokenize_us_per_token": 0.0,

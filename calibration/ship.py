@@ -64,7 +64,7 @@ RECIPES: dict[str, Recipe] = {
             ("comm_h100_sxm", ()),
         ),
         (AIC,),
-        ("vLLM 0.24.0", "vLLM 0.14.0 (fp8_block)"),
+        ("vLLM 0.24.0", "vLLM 0.14.0 (fp8_block, all-reduce of earlier engines)"),
         context_splits=32.0,
         borrow=(
             ("gemm", "int8_wo", "h200"),
@@ -154,7 +154,7 @@ RECIPES: dict[str, Recipe] = {
             ("comm_rtx_pro_6000_server", ()),
         ),
         (LSS, AIC),
-        ("vLLM 0.19.0", "vLLM 0.24.0 (all-reduce)"),
+        ("vLLM 0.19.0", "vLLM 0.24.0 (all-reduce, over two GPUs of 0.19.0 too)"),
         borrow=(
             ("gemm", "fp8", "l40s"),
             ("gemm", "int8_wo", "l40s"),

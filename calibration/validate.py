@@ -26,6 +26,7 @@ from costmodel.profile import load_profile
 from serving.errors import UsageError
 from sim.deployment import Built, Deployment, build, simulate
 from sim.latency import latencies
+from sim.pipeline_build import collectives
 from sim.record import Floats, RunRecord, Status
 
 Repricer = Callable[[StepPricer], Prices]
@@ -90,7 +91,7 @@ def compare_case(
         samples=samples,
         series=_series(case, record),
         pages=Pages(plan.num_blocks, recorded, used),
-        notes=(*case.notes, *record.warnings),
+        notes=(*case.notes, *_exchange(built), *record.warnings),
     )
 
 
@@ -162,10 +163,12 @@ def _points(
 ) -> Comparison:
     """Points of a sweep: means only, and the points whose sequences do not fit the KV cache set apart."""
     figures: list[Figure] = []
+    exchange: dict[str, None] = {}
     for case in cases:
         pages = memory_of(case).num_blocks
         excluded = SATURATED if saturated(case, pages) else ""
-        record, _ = replay(case, pages, reprice)
+        record, built = replay(case, pages, reprice)
+        exchange |= dict.fromkeys(_exchange(built))
         twin = twin_samples(record, at_engine=False)
         for metric, real_ms in case.observed.means_ms.items():
             twin_ms = float(np.mean(twin[metric])) * 1e3
@@ -176,10 +179,19 @@ def _points(
     notes = (
         f"scheduler semantics {first.deployment.semantics} for engine version "
         + ".".join(map(str, first.engine_version)),
+        *exchange,
         f"{SATURATED}: the mean final length of all clients' sequences exceeds the predicted KV cache",
         "settings are those of the first point; lengths, concurrency and devices are in the labels",
     )
     return Comparison(source.stem, settings, tuple(figures), notes=notes)
+
+
+def _exchange(built: Built) -> list[str]:
+    """Whose all-reduces price a replay, where the run's engine version chose them."""
+    return [
+        f"all-reduces for engine version {built.deployment.engine_version}: {source}"
+        for source in collectives(built).values()
+    ]
 
 
 def saturated(case: Case, num_pages: int) -> bool:
@@ -194,5 +206,6 @@ def _settings(built: Built, source: Path | str) -> dict[str, Any]:
         "real_run": str(source),
         "profile": built.profile.name,
         "profile_hash": built.profile.content_hash,
+        **collectives(built),
         "deployment": built.deployment.model_dump(mode="json"),
     }

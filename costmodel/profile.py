@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from costmodel.engine_version import standing_for
 from serving.errors import UsageError, nearest
 
 KernelKind = Literal[
@@ -100,6 +101,11 @@ class KernelFit(_Frozen):
     def fitted(self) -> bool:
         return self.num_points > 0
 
+    def measured_at(self, axis: str, value: float) -> bool:
+        """Whether `value` lies within what was measured along an axis."""
+        low, high = self.hull.get(axis, (1.0, 0.0))
+        return low <= value <= high
+
 
 class HostTerms(_Frozen):
     """Time of the engine's host process per step: scheduling, input preparation, output handling."""
@@ -138,6 +144,10 @@ class DeviceProfile(_Frozen):
     decode_mixed: dict[str, KernelFit] = {}
     """Decode rows that share a step with a prefill chunk, where the kernel treats them differently."""
     all_reduce: KernelFit | None = None
+    all_reduce_version: str = ""
+    """Engine version that `all_reduce` was measured with, where those of others were measured too."""
+    other_all_reduces: dict[str, KernelFit] = {}
+    """By engine version."""
     moe: dict[str, KernelFit] = {}
     elementwise: KernelFit | None = None
     sampler: KernelFit | None = None
@@ -155,7 +165,8 @@ class DeviceProfile(_Frozen):
 
     def to_json(self) -> str:
         """Canonical compact JSON: keys sorted, no spaces."""
-        document = self.model_dump(mode="json", by_alias=True)
+        one = {"all_reduce_version", "other_all_reduces"} if not self.other_all_reduces else None
+        document = self.model_dump(mode="json", by_alias=True, exclude=one)
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
     def kernels(self) -> list[tuple[str, KernelFit]]:
@@ -168,7 +179,24 @@ class DeviceProfile(_Frozen):
             fit = getattr(self, single)
             if fit is not None:
                 found.append((single, fit))
+            if single == "all_reduce":
+                found += [(f"all_reduce/{v}", other) for v, other in self.other_all_reduces.items()]
         return found
+
+    def for_engine(self, version: str, num_gpus: int) -> DeviceProfile:
+        """The profile with the all-reduce that stands for this engine version as its own, over `num_gpus` devices.
+
+        That is the newest one measured that is not newer, or the oldest; of those measured over so many devices, where
+        there are any.
+        """
+        if self.all_reduce is None or not self.other_all_reduces:
+            return self
+        fits = {self.all_reduce_version: self.all_reduce, **self.other_all_reduces}
+        over = [v for v, fit in fits.items() if fit.measured_at("num_gpus", num_gpus)]
+        chosen = standing_for(version, over or fits)
+        others = {v: fits[v] for v in sorted(fits) if v != chosen}
+        update = {"all_reduce": fits[chosen], "all_reduce_version": chosen, "other_all_reduces": others}
+        return self.model_copy(update=update)
 
 
 def list_profiles() -> tuple[str, ...]:

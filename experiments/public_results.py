@@ -26,6 +26,7 @@ from sim.workload import WorkloadSpec
 
 FACTS = Path(__file__).parent / "data" / "public_results.yaml"
 SECTION = "published results"
+_VERSION = re.compile(r"vLLM (\d[.\d]*)")
 _MIDDLE, _TAIL = ("mean", "median"), "p99"
 
 
@@ -88,7 +89,7 @@ def read(path: Path = FACTS) -> list[Published]:
                 measured=str(source["measured"]),
                 engine=source["engine"],
                 unknown=source["unknown"],
-                flags={**source["flags"], **run["flags"]},
+                flags=_flags(source, run),
                 figures={name: float(value) for name, value in run["published"].items()},
             )
             for source in sources
@@ -96,6 +97,15 @@ def read(path: Path = FACTS) -> list[Published]:
         ]
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path}: no list of published results ({error!r})") from None
+
+
+def _flags(source: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """The run's flags over its source's; the engine's version where the exchange between GPUs is priced by it."""
+    flags = {**source["flags"], **run["flags"]}
+    version = _VERSION.match(source["engine"])
+    if version is not None and flags.get("tensor_parallel_size", 1) > 1:
+        flags.setdefault("engine_version", version[1])
+    return flags
 
 
 def compare(run: Published, data: Path, *, replications: int = REPLICATIONS) -> list[Found]:

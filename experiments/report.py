@@ -302,6 +302,7 @@ def _footer(record: RunRecord) -> str:
     parts = [" ".join(["Made by TokenTwin", *_facts(record, "version")])]
     parts += [f"commit {commit}" for commit in _facts(record, "git_commit")]
     parts += [f"profile {profile}" for profile in _facts(record, "profile_hash")]
+    parts += [f"all-reduce of {source}" for source in _facts(record, "all_reduce")]
     command = f"<br><code>{escape(' '.join(map(str, argv)))}</code>" if isinstance(argv, list | tuple) else ""
     return f"<footer>{escape(' · '.join(parts))}{command}</footer>"
 

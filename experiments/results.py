@@ -397,6 +397,8 @@ def _ours(record: RunRecord, summary: Summary, verdict: Verdict | None) -> dict[
         out["sim_verdict"] = list(verdict.sentences)
     for key in ("seed", "version", "git_commit", "profile_hash"):
         out[f"sim_{key}"] = meta_value(record, key)
+    if (source := meta_value(record, "all_reduce")) is not None:
+        out["sim_all_reduce"] = source
     return out
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from costmodel.engine_version import is_version
 from costmodel.memory import MemoryPlan, default_limits, plan_memory
 from costmodel.model import ModelShape, load_model
 from costmodel.pricer import StepPricer
@@ -49,7 +50,7 @@ from sim.fleet.spec import (
 from sim.jitter import step_noise
 from sim.network import Network, check_network, delivering
 from sim.noise import StepNoise
-from sim.pipeline_build import check_parallel, make_pricer
+from sim.pipeline_build import check_parallel, collectives, make_pricer, of_engine
 from sim.record import RunRecord, Status
 from sim.router import RouterOptions
 from sim.speculation import Speculation, check_speculation, plan_speculation
@@ -169,6 +170,9 @@ class Deployment(BaseModel):
     "acceptance": 0.7, or as docs/speculation.md says."""
     semantics: Literal["vllm-0.33", "vllm-2025"] = "vllm-0.33"
     """Which vLLM V1 the scheduler copies: 2025 has no full-prompt gate and queues every freed page last."""
+    engine_version: str | None = None
+    """vLLM version such as 0.19: where the profile has all-reduces of several, the newest measured that is not newer
+    prices them. The newest of all by default; semantics is the scheduler's."""
     enforce_eager: bool = False
     """No CUDA graphs."""
     response_cache: str | None = None
@@ -203,6 +207,13 @@ class Deployment(BaseModel):
     @classmethod
     def _as_json(cls, value: Any) -> Any:
         return value if value is None else json.dumps(parse_structured(value))
+
+    @field_validator("engine_version", mode="before")
+    @classmethod
+    def _as_version(cls, value: Any) -> Any:
+        if value is not None and not (isinstance(value, str) and is_version(value)):
+            raise ValueError(f"{value!r} is no version; write one as text, such as '0.19' or '0.10.2'")
+        return value
 
     @field_validator(*FLEET_FIELDS, "network", mode="before")
     @classmethod
@@ -270,6 +281,8 @@ def build(deployment: Deployment) -> Built:
         seqs = seats
     check_recent(d)
     warnings += check_parallel(d, model)
+    profile, unlike = of_engine(d, profile)
+    warnings += unlike
     memory = plan_memory(
         model,
         profile,
@@ -449,6 +462,7 @@ def simulate(
         "limits": {name: getattr(built.limits, name) for name in built.limits.__slots__},
         "workload": {"name": workload.name, **workload.meta},
         "profile_hash": built.profile.content_hash,
+        **collectives(built),
         "seed": seed,
     }
     return replace(record, warnings=tuple(warnings), meta=meta)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from costmodel.engine_version import is_newer
 from costmodel.model import ModelShape
 from costmodel.pipeline import UNVALIDATED, PipelinePricer, layers_per_stage
 from costmodel.pricer import StepPricer
@@ -11,7 +12,7 @@ from costmodel.profile import DeviceProfile
 from serving.errors import UsageError
 
 if TYPE_CHECKING:
-    from sim.deployment import Deployment
+    from sim.deployment import Built, Deployment
 
 
 def check_parallel(d: Deployment, model: ModelShape) -> list[str]:
@@ -56,6 +57,35 @@ def check_parallel(d: Deployment, model: ModelShape) -> list[str]:
             f"{option}: copies to the host are not modelled for --pipeline-parallel-size above 1"
         )
     return [*warnings, UNVALIDATED]
+
+
+def of_engine(d: Deployment, profile: DeviceProfile) -> tuple[DeviceProfile, list[str]]:
+    """The profile for the deployment's engine version, and warnings where that says nothing or something else."""
+    if (version := d.engine_version) is None:
+        return profile, []
+    option = f"--engine-version {version}"
+    if d.gpus_per_replica == 1:
+        return profile, [f"{option} has no effect on one GPU: only the exchange between GPUs is priced by it"]
+    if not profile.other_all_reduces:
+        return profile, [f"{option} has no effect: {profile.name} has all-reduces of one version only"]
+    chosen = profile.for_engine(version, d.tensor_parallel_size if d.tensor_parallel_size > 1 else 2)
+    warnings = []
+    if is_newer(chosen.all_reduce_version, version):
+        warnings.append(
+            f"{option}: all-reduces are those of {chosen.all_reduce_version}, the oldest version that was measured over "
+            f"so many {profile.name}"
+        )
+    return chosen, warnings
+
+
+def collectives(built: Built) -> dict[str, str]:
+    """What a run's results say of the all-reduces behind its prices, where an engine version chose them."""
+    sources = dict.fromkeys(
+        b.profile.all_reduce.source
+        for b in built.pools or (built,)
+        if b.deployment.engine_version and b.deployment.gpus_per_replica > 1 and b.profile.all_reduce
+    )
+    return {"all_reduce": "; ".join(sources)} if sources else {}
 
 
 def make_pricer(

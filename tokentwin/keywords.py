@@ -55,6 +55,7 @@ class SharedFlags(TypedDict, total=False):
     async_scheduling: bool | None
     speculative_config: str | Mapping[str, Any] | Sequence[Any] | None
     semantics: Literal["vllm-0.33", "vllm-2025"] | None
+    engine_version: str | None
     enforce_eager: bool | None
     response_cache: str | None
     step_jitter: float | Literal["profile"] | None
@@ -291,6 +292,7 @@ class SweepFlags(TypedDict, total=False):
         | None
     )
     semantics: Literal["vllm-0.33", "vllm-2025"] | Sequence[Literal["vllm-0.33", "vllm-2025"] | None] | None
+    engine_version: str | Sequence[str | None] | None
     enforce_eager: bool | Sequence[bool | None] | None
     response_cache: str | Sequence[str | None] | None
     step_jitter: float | Literal["profile"] | Sequence[float | Literal["profile"] | None] | None

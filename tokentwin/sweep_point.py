@@ -86,7 +86,7 @@ def _built(deployment: Deployment) -> Built:
         return built
     d, limits = deployment, built.limits
     key = (
-        *(d.model, d.gpu, d.tensor_parallel_size, d.dtype, d.quantization, d.enforce_eager),
+        *(d.model, d.gpu, d.engine_version, d.tensor_parallel_size, d.dtype, d.quantization, d.enforce_eager),
         *(d.kv_cache_dtype, d.kv_cache_recent_tokens),
         *(d.pipeline_parallel_size, d.collective_overlap, d.enable_expert_parallel, d.expert_load_imbalance),
         *(limits.max_num_batched_tokens, limits.max_num_seqs),

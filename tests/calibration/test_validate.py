@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from calibration.compare import Comparison, Figure, at_times, statistics_ms
-from calibration.observed import graphs_in_budget, parse_version, plain_workload, semantics_of
+from calibration.observed import graphs_in_budget, plain_workload, semantics_of
 from calibration.validate import twin_samples, validate
+from costmodel.engine_version import parse_version
 from experiments.results import save_run
 from experiments.validation_report import save_validation, validation_html, validation_lines
 from serving.errors import UsageError

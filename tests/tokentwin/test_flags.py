@@ -95,6 +95,7 @@ PARALLEL = {
     "collective_overlap": "0.5",
     "enable_expert_parallel": "true",
     "expert_load_imbalance": "1.5",
+    "engine_version": "0.19.1",
     "stream_slice_ms": "20.0",
 }
 """Fields of which most are nothing without the others."""

@@ -54,6 +54,7 @@ TWIN_ONLY = (
     "collective_overlap",
     "enable_expert_parallel",
     "expert_load_imbalance",
+    "engine_version",
     "data_parallel_size",
     "router",
     "router_prefix_tokens",

@@ -59,6 +59,7 @@ TWIN_ONLY = (
     "collective_overlap",
     "enable_expert_parallel",
     "expert_load_imbalance",
+    "engine_version",
     "data_parallel_size",
     "router",
     "semantics",
