@@ -163,6 +163,7 @@ def typed(flag: Flag, value: Any, where: str) -> Any:
         return TypeAdapter(flag.kind).validate_python(value)
     except ValidationError as error:
         what = error.errors(include_url=False)[0]["msg"].replace("Input should be", "must be")
+        what = what.replace("a valid string", "text in quotes") if isinstance(value, int | float) else what
         raise UsageError(
             f"{where}: {flag.name}: {what[:1].lower()}{what[1:]}, got {str(value)[:40]!r}"
         ) from None

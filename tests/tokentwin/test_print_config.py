@@ -97,6 +97,7 @@ def test_one_file_describes_a_deployment_to_every_command(tokentwin: Command, he
         ),
         ("max_num_seqs:\n  most: 4", "line 1: max_num_seqs has keys below it (most), and takes one value"),
         ("model: [a, b]", "line 1: model: must be a valid string"),
+        ("engine_version: 0.10", "line 1: engine_version: must be text in quotes"),
     ],
 )
 def test_errors_name_the_line_and_say_what_was_meant(
