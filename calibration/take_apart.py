@@ -28,6 +28,11 @@ from sim.world import Frontend
 
 def take_apart(record: RunRecord, name: str) -> Side:
     """Take a run apart. Raises `UsageError` for what no replay can repeat."""
+    if record.meta.get("shared_experts"):
+        raise UsageError(
+            f"{name} ran on replicas that share their experts: a step's time depends on all of them, and no replay knows "
+            f"that; {INSTEAD}"
+        )
     workload, notes = workload_of(record)
     built = built_of(record)
     if built is not None and not notes:

@@ -41,7 +41,7 @@ class Routing:
         if self.num_ranks > self.num_experts:
             raise UsageError(
                 f"--enable-expert-parallel: {self.num_experts} experts do not go around {self.num_ranks} ranks; "
-                "lower --tensor-parallel-size"
+                "lower --tensor-parallel-size or --data-parallel-size"
             )
 
     @cached_property

@@ -64,7 +64,9 @@ class LinearLayers:
     """Seconds of all layers' token-wise work on one rank of a tensor-parallel group.
 
     `overlap` is the share of a layer's collectives that hides behind its other work. `routing` spreads tokens over
-    experts. Of a pipeline only the first stage embeds and only the last has the last norm and the head.
+    experts. With `data_parallel_size` above 1 these lie on the ranks of all data-parallel replicas, whose tokens meet in
+    every layer; all replicas are taken to have as many. Of a pipeline only the first stage embeds and only the last has
+    the last norm and the head.
     """
 
     def __init__(
@@ -76,10 +78,11 @@ class LinearLayers:
         *,
         overlap: float = 0.0,
         routing: Routing | None = None,
+        data_parallel_size: int = 1,
         first_stage: bool = True,
         last_stage: bool = True,
     ) -> None:
-        self._model, self._tp = model, tp
+        self._model, self._tp, self._dp = model, tp, data_parallel_size
         self._overlap, self._first, self._last = overlap, first_stage, last_stage
         self._routing = routing or (
             Routing(model.num_experts, model.experts_per_token) if model.num_experts else None
@@ -98,7 +101,7 @@ class LinearLayers:
         self._launch_s = profile.host.launch_s
         for kernel in (
             self._gemm,
-            *((self._all_reduce,) if tp > 1 else ()),
+            *((self._all_reduce,) if tp > 1 or data_parallel_size > 1 else ()),
             *((self._moe,) if model.num_experts else ()),
         ):
             if kernel.fit is None or not kernel.fit.fitted:
@@ -129,8 +132,14 @@ class LinearLayers:
     def num_kernels(self) -> int:
         """Kernel launches of a step without CUDA graphs, roughly: those priced here and two of attention,
         per layer."""
-        per_layer = len(elementwise_bytes(self._model, self._tp)) + 1 + 4 + 2 + (2 if self._tp > 1 else 0)
+        collectives = (2 if self._tp > 1 else 0) + (2 if self._dp > 1 else 0)
+        per_layer = len(elementwise_bytes(self._model, self._tp)) + 1 + 4 + 2 + collectives
         return self._model.num_layers * per_layer
+
+    @property
+    def launches_s(self) -> float:
+        """What the host needs to launch the kernels of a step without CUDA graphs."""
+        return self.num_kernels() * self._launch_s
 
     def seconds(self, tokens: Floats) -> Floats:
         """All layers, the embedding and the last norm for `tokens` tokens in a step, launched from a CUDA
@@ -142,7 +151,9 @@ class LinearLayers:
         widths = elementwise_bytes(model, tp)
         if model.num_experts:
             layer = layer + self._product(model.router_gemm(), tokens, self._gemm16, self._hw16)
-            layer = layer + self._experts(tokens)
+            layer = layer + self._experts(tokens * self._dp)
+            if self._dp > 1:
+                layer = layer + self._exchange(tokens * self._dp)
             del widths["act_fn"]
         else:
             for gemm in model.mlp_gemms(tp):
@@ -168,14 +179,28 @@ class LinearLayers:
 
     def eager_seconds(self, tokens: Floats) -> Floats:
         """The same outside CUDA graphs: at least what the host needs to launch the kernels."""
-        return np.maximum(self.seconds(tokens), self.num_kernels() * self._launch_s)
+        return np.maximum(self.seconds(tokens), self.launches_s)
+
+    def shared_seconds(self, tokens: Floats) -> Floats:
+        """Of `seconds`, what data-parallel ranks of `tokens` tokens each do together: experts and exchange."""
+        tokens = tokens * self._dp
+        return np.asarray((self._experts(tokens) + self._exchange(tokens)) * self._model.num_layers)
+
+    def _exchange(self, tokens: Floats) -> Floats:
+        """All-gather of `tokens` hidden states and router logits, 16 bit, and reduce-scatter of what experts return.
+
+        An all-reduce is a reduce-scatter and an all-gather, and the pair is priced as one of the same bytes.
+        """
+        gathered = 2.0 * (self._model.hidden_size + self._model.num_experts)
+        returned = 2.0 * self._model.hidden_size
+        return self._all_reduce.seconds((self._dp,), tokens * (gathered + returned) / 2.0)
 
     def _experts(self, tokens: Floats) -> Floats:
         """Routed experts: slices of all of them, or under expert parallelism the rank with the most to do."""
         model = self._model
         assert self._routing is not None
         rows, touched = self._routing.on_busiest_rank(tokens)
-        width = model.intermediate_size / (self._tp if self._routing.num_ranks == 1 else 1)
+        width = model.intermediate_size / (self._tp * self._dp if self._routing.num_ranks == 1 else 1)
         seconds = self._moe.seconds((model.hidden_size, width), rows, touched)
         weights = touched * 3.0 * model.hidden_size * width
         flops = 6.0 * rows * model.hidden_size * width

@@ -59,6 +59,8 @@ class MemoryPlan:
     max_model_len: int
     recent_bytes: int = 0
     """16-bit copies of the last tokens of every sequence, beside a quantised cache."""
+    data_parallel_size: int = 1
+    """Replicas among whose ranks the experts lie; each has the pages below."""
 
     @property
     def budget_bytes(self) -> int:
@@ -90,7 +92,7 @@ class MemoryPlan:
 
     def arithmetic(self) -> list[str]:
         """The derivation, one printable line per step."""
-        ranks = self.tensor_parallel_size * self.pipeline_parallel_size
+        ranks = self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
         where = f"each of {ranks} x {self.device}" if ranks > 1 else f"one {self.device}"
         lines = [
             f"{self.model} on {where}",
@@ -130,14 +132,27 @@ def kv_cache_bytes(
 
 
 def weight_bytes(
-    model: ModelShape, fmt: GemmFormat, *, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
+    model: ModelShape,
+    fmt: GemmFormat,
+    *,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    data_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
 ) -> int:
-    """Bytes of weights on the fullest rank: quantised layers with their scales, 16-bit embedding, LM head and norms."""
+    """Bytes of weights on the fullest rank: quantised layers with their scales, 16-bit embedding, LM head and norms.
+
+    With `data_parallel_size` above 1 experts lie on the ranks of so many replicas: whole ones with expert parallelism, a
+    slice of each without.
+    """
     tp = tensor_parallel_size
     linear = sum(fmt.matrix_bytes(g.n, g.k) for g in model.attention_gemms(tp))
-    mlp = sum(fmt.matrix_bytes(g.n, g.k) for g in model.mlp_gemms(tp))
+    ranks, experts = tp * data_parallel_size, max(model.num_experts, 1)
+    if data_parallel_size > 1 and enable_expert_parallel:
+        ranks, experts = 1, -(-experts // ranks)
+    mlp = sum(fmt.matrix_bytes(g.n, g.k) for g in model.mlp_gemms(ranks))
     router = model.router_gemm().weights if model.num_experts else 0
-    per_layer = linear + mlp * max(model.num_experts, 1) + (router + model.small_params_per_layer(tp)) * 2
+    per_layer = linear + mlp * experts + (router + model.small_params_per_layer(tp)) * 2
     vocab = model.vocab_per_rank(tp) * model.hidden_size * 2
     norm = model.hidden_size * 2
     layers = layers_per_stage(model.num_layers, pipeline_parallel_size)
@@ -148,18 +163,26 @@ def weight_bytes(
 
 
 def activation_bytes(
-    model: ModelShape, *, tensor_parallel_size: int, max_num_batched_tokens: int, max_num_seqs: int
+    model: ModelShape,
+    *,
+    tensor_parallel_size: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    data_parallel_size: int = 1,
 ) -> int:
     """Largest transient of a step, 16-bit activations: the widest layer of a full batch, or sampling after
     it.
 
     A layer holds the residual, its normalised copy and its output (3 x hidden) besides the widest pair of
     buffers: gate, up and their product in the MLP (of each chosen expert), or q, k, v and the attention
-    output.
+    output. A rank that shares its experts holds the gathered hidden states of all replicas' tokens and what its part of
+    the experts makes of them.
     """
     tp, tokens = tensor_parallel_size, max_num_batched_tokens
     width = model.intermediate_size // tp
     mlp = 3 * width * (model.experts_per_token or 1) + (model.hidden_size * model.experts_per_token)
+    if (dp := data_parallel_size) > 1:
+        mlp = 3 * width * model.experts_per_token + model.hidden_size * (model.experts_per_token + 1) * dp
     qkv, o = model.attention_gemms(tp)
     layer = tokens * (3 * model.hidden_size + max(mlp, qkv.n + o.k)) * 2
     rows = min(max_num_seqs, tokens)
@@ -173,6 +196,8 @@ def plan_memory(
     *,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
+    data_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
     gpu_memory_utilization: float = 0.92,
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 1024,
@@ -189,7 +214,8 @@ def plan_memory(
 
     `gpu_memory_utilization` defaults to 0.92 as in vLLM 0.33 (0.9 before). `graphs_in_budget`: vLLM counts
     the CUDA-graph pool inside the budget since 0.21 (pull request 30515); False for earlier engines.
-    `kv_recent_tokens` are kept in 16 bit beside a quantised cache for each of `max_num_seqs` sequences. Raises
+    `kv_recent_tokens` are kept in 16 bit beside a quantised cache for each of `max_num_seqs` sequences.
+    `data_parallel_size` counts replicas that share their experts (1: none do). Raises
     `InfeasibleError` when weights and transients leave no page, saying how much is missing and what fixes it.
     """
     if not 0.0 < gpu_memory_utilization <= 1.0:
@@ -204,15 +230,21 @@ def plan_memory(
     fmt = gemm_format(dtype, quantization)
     kv_element = kv_format(kv_cache_dtype).element_bytes(model.head_dim)
     weights = weight_bytes(
-        model, fmt, tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size
+        model,
+        fmt,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        data_parallel_size=data_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
     )
     activations = activation_bytes(
         model,
         tensor_parallel_size=tensor_parallel_size,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        data_parallel_size=data_parallel_size,
     )
-    ranks = tensor_parallel_size * pipeline_parallel_size
+    ranks = tensor_parallel_size * pipeline_parallel_size * data_parallel_size
     runtime = int(NON_TORCH_BYTES + (NCCL_BYTES if ranks > 1 else 0))
     sizes = graph_sizes(max_num_seqs, max_num_batched_tokens) if cuda_graphs else []
     graphs = int(GRAPH_BASE_BYTES + GRAPH_EACH_BYTES * len(sizes)) if sizes else 0
@@ -244,6 +276,7 @@ def plan_memory(
         num_blocks=blocks,
         max_model_len=max_model_len or model.max_position_embeddings,
         recent_bytes=recent,
+        data_parallel_size=data_parallel_size,
     )
     if blocks < 2:
         raise InfeasibleError(_no_room(plan, left, model, quantization))

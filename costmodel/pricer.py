@@ -7,7 +7,7 @@ in the same order, so a step priced alone and inside a run gives the identical n
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +61,8 @@ class StepPricer:
     """Prices of steps of `model` on `tensor_parallel_size` devices of `profile`.
 
     Raises `UsageError` for an unknown dtype, quantisation or KV format, or a model that does not divide among
-    ranks. `collective_overlap` is the share of a layer's all-reduces hidden behind its other work.
+    ranks. `collective_overlap` is the share of a layer's all-reduces hidden behind its other work. With
+    `data_parallel_size` above 1 as many replicas share their experts, and each is taken to do the same step.
     Of a pipeline's stages only the first embeds, and only the last has the head.
     """
 
@@ -71,6 +72,7 @@ class StepPricer:
         profile: DeviceProfile,
         *,
         tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
         dtype: str = "bfloat16",
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
@@ -89,13 +91,13 @@ class StepPricer:
         model.check_tensor_parallel(tensor_parallel_size)
         self.model = model
         self.profile = profile
-        self.tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_size, self.data_parallel_size = tensor_parallel_size, data_parallel_size
         self._format = gemm_format(dtype, quantization)
         kv = kv_format(kv_cache_dtype)
         self._kv_bytes = kv.element_bytes(model.head_dim)
         routing = None
         if model.num_experts:
-            ranks = tensor_parallel_size if enable_expert_parallel else 1
+            ranks = tensor_parallel_size * data_parallel_size if enable_expert_parallel else 1
             routing = Routing(model.num_experts, model.experts_per_token, expert_load_imbalance, ranks)
         self._linear_layers = LinearLayers(
             model,
@@ -104,6 +106,7 @@ class StepPricer:
             self._format,
             overlap=collective_overlap,
             routing=routing,
+            data_parallel_size=data_parallel_size,
             first_stage=first_stage,
             last_stage=last_stage,
         )
@@ -290,14 +293,20 @@ class StepPricer:
 
     def _grow_linear(self, tokens: int) -> None:
         """(Re)build the table of linear layers up to at least `tokens`."""
+        self._linear = self._by_tokens(tokens, self._linear_layers.seconds, self._linear_layers.eager_seconds)
+
+    def _by_tokens(
+        self, tokens: int, captured: Callable[[Floats], Floats], eager_s: Callable[[Floats], Floats]
+    ) -> list[float]:
+        """Seconds by number of tokens, to at least `tokens`: padded to CUDA graphs (`captured`), and beyond them."""
         most = max(tokens, self._max_tokens, 64)
         graphs = self._graphs
         edge = graphs[-1] if graphs else 0
         dense = np.arange(edge + 1, min(most, 256) + 1)
         coarse = np.arange(_ROWS, most + 2 * _ROWS, _ROWS)
         eager = np.unique(np.concatenate([dense, coarse[coarse > edge]]))
-        at_graphs = self._linear_layers.seconds(np.asarray(graphs, np.float64)) if graphs else np.empty(0)
-        at_eager = self._linear_layers.eager_seconds(eager.astype(np.float64))
+        at_graphs = captured(np.asarray(graphs, np.float64)) if graphs else np.empty(0)
+        at_eager = eager_s(eager.astype(np.float64))
         values = monotone(np.concatenate([at_graphs, at_eager]))
         every = np.arange(most + 1, dtype=np.float64)
         known = np.concatenate([graphs[-1:], eager]).astype(np.float64)
@@ -306,7 +315,8 @@ class StepPricer:
             padded = np.searchsorted(graphs, every[: edge + 1])
             table[: edge + 1] = values[padded]
         table[0] = 0.0
-        self._linear = table.tolist()
+        values_s: list[float] = table.tolist()
+        return values_s
 
     def _grow_head(self, rows: int) -> None:
         most = max(rows, self._max_seqs, 64)
@@ -357,6 +367,7 @@ class StepPricer:
             prefill_context_sum,
             decode_context_sum,
             tensor_parallel_size=self.tensor_parallel_size,
+            data_parallel_size=self.data_parallel_size,
             weight_bytes=self._format.weight_bytes,
             kv_bytes=self._kv_bytes,
         )

@@ -56,6 +56,13 @@ class StagedPrices(Prices, Protocol):
         """Time to hand a step's activations to the next stage."""
 
 
+class LockstepPrices(Prices, Protocol):
+    """Prices of data-parallel ranks that share their experts."""
+
+    def lockstep_s(self, steps: Sequence[Step | None], /) -> list[float]:
+        """Device time of each rank's step where they take these together; None is a rank with nothing to do."""
+
+
 class Repriced:
     """Prices that differ from those of `base` in what a subclass overrides; everything else is asked of `base`."""
 

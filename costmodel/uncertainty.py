@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from costmodel.formats import GEMM_FORMATS, attention_fit, gemm_format, hardware, kv_format
 from costmodel.layers import elementwise_bytes
+from costmodel.lockstep import LockstepPricer
 from costmodel.model import ModelShape
 from costmodel.pipeline import PipelinePricer
 from costmodel.predict import Kernel
@@ -138,6 +139,12 @@ class PerturbedPricer(Repriced):
         """As `PipelinePricer.transfer_s`."""
         assert isinstance(self.base, PipelinePricer)
         return self.base.transfer_s(num_tokens)
+
+    def lockstep_s(self, steps: Sequence[Step | None]) -> list[float]:
+        """As `LockstepPricer.lockstep_s`."""
+        assert isinstance(self.base, LockstepPricer)
+        scale = self.factors.engine * self.factors.linear
+        return [self.step_s(*step) + scale * more_s for step, more_s in self.base.in_lockstep(steps)]
 
     def host_s(self, num_seqs: int, num_tokens: int) -> float:
         """As `StepPricer.host_s`."""

@@ -19,6 +19,7 @@ def step_work(
     decode_context_sum: npt.ArrayLike,
     *,
     tensor_parallel_size: int = 1,
+    data_parallel_size: int = 1,
     weight_bytes: float = 2.0,
     kv_bytes: float = 2.0,
     activation_bytes: float = 2.0,
@@ -28,7 +29,8 @@ def step_work(
     A multiply-add is 2 FLOPs; norms, softmax and padding count nothing. Weights are read once a step (of an MoE, the
     experts expected to be touched), KV once per attended token and written once per new one; activations are taken as
     written and read once per layer. `weight_bytes`, `kv_bytes` and `activation_bytes` are per number; the LM head and
-    activations have those of activations.
+    activations have those of activations. Replicas that share their experts (`data_parallel_size`) are taken to do equal
+    steps: each device reads its part of what the tokens of all of them touch.
     """
     tokens, sampled, area, before, decoding = (
         np.asarray(a, np.float64)
@@ -41,7 +43,8 @@ def step_work(
     if model.num_experts:
         total, chosen = float(model.num_experts), float(model.experts_per_token)
         passed = expert * chosen
-        touched = expert * total * (1.0 - (1.0 - chosen / total) ** tokens)
+        dp = data_parallel_size
+        touched = expert * total / dp * (1.0 - (1.0 - chosen / total) ** (tokens * dp))
     head = float(model.lm_head_gemm(tp).weights)
     heads = model.heads_per_rank(tp) * model.head_dim
     flops = (

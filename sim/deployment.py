@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from costmodel.engine_version import is_version
+from costmodel.lockstep import LockstepPricer
 from costmodel.memory import MemoryPlan, default_limits, plan_memory
 from costmodel.model import ModelShape, load_model
 from costmodel.pricer import StepPricer
@@ -48,6 +49,7 @@ from sim.fleet.spec import (
     parse_structured,
 )
 from sim.jitter import step_noise
+from sim.lockstep_build import check_workload, sharing_replicas, with_internal_lb
 from sim.network import Network, check_network, delivering
 from sim.noise import StepNoise
 from sim.pipeline_build import check_parallel, collectives, make_pricer, of_engine
@@ -86,10 +88,10 @@ class Deployment(BaseModel):
     expert_load_imbalance: float = Field(default=1.0, ge=1)
     """Mixture of experts: tokens of the busiest expert over the mean; 1 is uniform routing."""
     data_parallel_size: int = Field(default=1, ge=1, le=MAX_REPLICAS)
-    """Replicas behind a router."""
+    """Replicas behind a router. Those of a mixture of experts share its experts and step together, as in vLLM."""
     router: str = "round_robin"
     """How requests are spread over replicas: round_robin, least_outstanding, central, least_kv, prefix_hash, session,
-    power_of_two or random."""
+    power_of_two, random, or internal_lb (vLLM's, default where replicas share experts)."""
     router_prefix_tokens: int = Field(default=256, ge=1)
     """Router prefix_hash: tokens of a prompt that decide where it goes."""
     router_load_factor: float = Field(default=1.25, ge=1)
@@ -236,6 +238,11 @@ class Built:
     """One for each of the deployment's pools; the fields above are then those of the first."""
     speculation: Speculation | None = None
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether its replicas share their experts and step together."""
+        return isinstance(self.pricer, LockstepPricer)
+
     def speculation_for(self, seed: int) -> Speculation | None:
         """Its drafts, with the luck of a seed."""
         return None if self.speculation is None else replace(self.speculation, seed=seed)
@@ -261,6 +268,8 @@ def build(deployment: Deployment) -> Built:
         raise UsageError(
             f"--max-model-len {d.max_model_len} is beyond the {model.max_position_embeddings} positions of {model.name}"
         )
+    if (sharing := sharing_replicas(d, model)) > 1:
+        d = with_internal_lb(d)
     longest = d.max_model_len or model.max_position_embeddings
     if not d.enable_chunked_prefill and d.policy in CHUNKING and tokens < longest:
         if d.max_num_batched_tokens is not None:
@@ -288,6 +297,8 @@ def build(deployment: Deployment) -> Built:
         profile,
         tensor_parallel_size=d.tensor_parallel_size,
         pipeline_parallel_size=d.pipeline_parallel_size,
+        data_parallel_size=sharing,
+        enable_expert_parallel=d.enable_expert_parallel,
         gpu_memory_utilization=d.gpu_memory_utilization,
         max_num_batched_tokens=tokens,
         max_num_seqs=seqs,
@@ -405,6 +416,13 @@ def simulate(
     staged = [member.limits.pipelined for member in built.pools or (built,)]
     if any(pp and not hasattr(each, "stage_s") for pp, each in zip(staged, prices or (), strict=False)):
         raise UsageError("these prices know no stages; price a pipeline with those of its deployment")
+    if built.in_lockstep:
+        check_workload(workload)
+        if any(not hasattr(each, "lockstep_s") for each in prices or ()):
+            raise UsageError(
+                "these prices know no ranks in lockstep; price replicas that share their experts with those of their "
+                "deployment"
+            )
     fleet = None
     if is_fleet(d):
         fleet = fleet_plan(
@@ -443,6 +461,7 @@ def simulate(
         speculation=built.speculation_for(seed),
         response_cache=d.response_cache is not None,
         delivering=network,
+        lockstep=built.in_lockstep,
     )
     rejected = record.requests.status == Status.REJECTED
     if rejected.all() and len(rejected) and not record.requests.reason[0].startswith(TOO_MANY):
@@ -463,6 +482,7 @@ def simulate(
         "workload": {"name": workload.name, **workload.meta},
         "profile_hash": built.profile.content_hash,
         **collectives(built),
+        **({"shared_experts": True} if built.in_lockstep else {}),
         "seed": seed,
     }
     return replace(record, warnings=tuple(warnings), meta=meta)

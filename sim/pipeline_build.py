@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from costmodel.engine_version import is_newer
+from costmodel.lockstep import LockstepPricer
 from costmodel.model import ModelShape
 from costmodel.pipeline import UNVALIDATED, PipelinePricer, layers_per_stage
 from costmodel.pricer import StepPricer
 from costmodel.profile import DeviceProfile
 from serving.errors import UsageError
+from sim.lockstep_build import check_sharing, sharing_replicas
 
 if TYPE_CHECKING:
     from sim.deployment import Built, Deployment
@@ -29,16 +31,17 @@ def check_parallel(d: Deployment, model: ModelShape) -> list[str]:
         ):
             if is_set:
                 raise UsageError(f"{option} has no effect: {model.name} has no experts; leave it out")
-    if d.enable_expert_parallel and d.tensor_parallel_size == 1:
+    if d.enable_expert_parallel and d.tensor_parallel_size == 1 and sharing_replicas(d, model) == 1:
         raise UsageError(
-            "--enable-expert-parallel has an effect only with --tensor-parallel-size 2 or more, over whose ranks the "
-            "experts are dealt out"
+            "--enable-expert-parallel has an effect only with --tensor-parallel-size 2 or more (or with "
+            "--data-parallel-size), over whose ranks the experts are dealt out"
         )
     if d.enable_expert_parallel or d.expert_load_imbalance != 1.0:
         warnings.append(
             "expert parallelism and expert load imbalance are not validated against measurements: loads follow a Zipf "
             "law, and the busiest rank's are worked out"
         )
+    warnings += check_sharing(d, model)
     if d.pipeline_parallel_size == 1:
         return warnings
     layers_per_stage(model.num_layers, d.pipeline_parallel_size)
@@ -103,6 +106,8 @@ def make_pricer(
         "expert_load_imbalance": d.expert_load_imbalance,
         "enable_expert_parallel": d.enable_expert_parallel,
     }
+    if (sharing := sharing_replicas(d, model)) > 1:
+        return LockstepPricer(model, profile, data_parallel_size=sharing, **limits)
     if d.pipeline_parallel_size == 1:
         return StepPricer(model, profile, **limits)
     return PipelinePricer(

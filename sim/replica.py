@@ -215,15 +215,21 @@ class Replica:
         if self._leap.ends_s is not None:
             self._moved = self._leap.cut() or self._moved
 
-    def _drop(self) -> None:
+    def drop_unread(self) -> None:
+        """Stop working for those whose clients are gone."""
         for request, reason in self._unread:
             if not request.done:
                 self.books.fail(request, self.now_s, reason)
         self._unread = []
 
+    @property
+    def wake_s(self) -> float:
+        """When the policy wants to be asked again."""
+        return self.scheduler.wake_s
+
     def sleep(self) -> Generator[Event, object, None]:
         """Wait until somebody arrives or the policy wants to be asked again."""
-        wake_s = self.scheduler.wake_s
+        wake_s = self.wake_s
         if wake_s < float("inf"):
             timer = self.clock.at(max(wake_s, self.clock.now), self.priority)
             self._idle = timer
@@ -240,7 +246,7 @@ class Replica:
         scheduler, clock, costs, books, leap = self.scheduler, self.clock, self.costs, self.books, self._leap
         while True:
             if self._unread:
-                self._drop()
+                self.drop_unread()
             plan = scheduler.plan(self.now_s)
             if plan is None:
                 yield from self.sleep()
@@ -272,7 +278,7 @@ class Replica:
         gpu_s = host_s = 0.0
         while True:
             if self._unread:
-                self._drop()
+                self.drop_unread()
             if (
                 self._fast_forward
                 and current is not None
@@ -287,7 +293,7 @@ class Replica:
                     return
                 gpu_s = costs.step_s(current, len(self.steps))[0]
                 if self._unread:
-                    self._drop()
+                    self.drop_unread()
             ahead = scheduler.plan(self.now_s)
             if ahead is not None:
                 books.admit(ahead, self.now_s)

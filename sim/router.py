@@ -103,6 +103,22 @@ class LeastOutstanding(Router):
         return self.least_loaded()
 
 
+class InternalLb(Router):
+    """vLLM's internal balancing of data-parallel ranks: the fewest of 4 x waiting + running; the first of equals.
+
+    Counts are those of the moment; vLLM's are up to 0.1 s old, with what was sent since.
+    """
+
+    name = "internal_lb"
+
+    def choose(self, request: Request) -> Replica:
+        return self.least_loaded()
+
+    def load(self, replica: Replica) -> float:
+        score = 4 * (replica.num_waiting + replica.coming) + replica.scheduler.num_running
+        return score / self.weights[replica.index]
+
+
 class Central(Router):
     """One queue for all: a request leaves it when a replica has a free seat (M/M/c's queue)."""
 
@@ -296,7 +312,17 @@ def kv_demand(replica: Replica) -> float:
 
 _ROUTERS: dict[str, type[Router]] = {
     router.name: router
-    for router in (Router, LeastOutstanding, Central, LeastKv, PrefixHash, Session, PowerOfTwo, Random)
+    for router in (
+        Router,
+        LeastOutstanding,
+        InternalLb,
+        Central,
+        LeastKv,
+        PrefixHash,
+        Session,
+        PowerOfTwo,
+        Random,
+    )
 }
 
 

@@ -9,6 +9,19 @@ from sim.record import Floats
 from sim.speculation import Speculator
 
 
+def priced_step(plan: StepPlan) -> tuple[int, int, list[tuple[int, int]], int, int, int]:
+    """A plan as `Prices.step_s` is asked for it."""
+    padding = plan.num_padding
+    return (
+        plan.num_tokens + padding,
+        plan.num_sampled + padding,
+        [(chunk.num_tokens, chunk.context) for chunk in plan.chunks],
+        plan.num_decodes + padding,
+        plan.decode_context_sum + padding * plan.decode_context_max,
+        plan.decode_context_max,
+    )
+
+
 class StepCosts:
     """Device and host seconds of the steps that a scheduler plans."""
 
@@ -22,23 +35,26 @@ class StepCosts:
             gpu_s = self.speculator.step_s(self.pricer, plan)
             host_s = self.pricer.host_s(len(plan), plan.num_tokens) + self.speculator.host_s(plan)
         else:
-            padding = plan.num_padding
-            gpu_s = self.pricer.step_s(
-                plan.num_tokens + padding,
-                plan.num_sampled + padding,
-                [(chunk.num_tokens, chunk.context) for chunk in plan.chunks],
-                plan.num_decodes + padding,
-                plan.decode_context_sum + padding * plan.decode_context_max,
-                plan.decode_context_max,
-            )
-            host_s = self.pricer.host_s(len(plan.slots) + padding, plan.num_tokens)
+            gpu_s = self.pricer.step_s(*priced_step(plan))
+            host_s = self.host_s(plan)
         if plan.swap_out or plan.swap_in:
-            gpu_s += self.pricer.move_s(sum(len(move.sources) for move in (*plan.swap_out, *plan.swap_in)))
-        if self.noise is not None:
-            gpu_s = gpu_s * self.noise.at(step)
-            if self.noise.stalls_any:
-                gpu_s = gpu_s + self.noise.stall_at(step)
-        return gpu_s, host_s
+            gpu_s += self.moves_s(plan)
+        return (gpu_s if self.noise is None else self.noisy(gpu_s, step)), host_s
+
+    def host_s(self, plan: StepPlan) -> float:
+        """Host time of a plan without drafts."""
+        return self.pricer.host_s(len(plan.slots) + plan.num_padding, plan.num_tokens)
+
+    def moves_s(self, plan: StepPlan) -> float:
+        """Time of a plan's copies between device and host."""
+        return self.pricer.move_s(sum(len(move.sources) for move in (*plan.swap_out, *plan.swap_in)))
+
+    def noisy(self, gpu_s: float, step: int) -> float:
+        """Device time with the luck of step number `step`."""
+        if self.noise is None:
+            return gpu_s
+        gpu_s = gpu_s * self.noise.at(step)
+        return gpu_s + self.noise.stall_at(step) if self.noise.stalls_any else gpu_s
 
     def leap_s(self, plan: StepPlan, context_sum: int, context_max: int, first: int, steps: int) -> Floats:
         """Device time of each of `steps` decodes of a plan's sequences, from step number `first` on."""

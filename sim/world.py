@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from simpy.events import Event
@@ -26,6 +27,7 @@ from sim.clients import TOO_SLOW, Clients
 from sim.clock import Clock
 from sim.fleet.fleet import Fleet
 from sim.fleet.plan import FleetPlan
+from sim.lockstep import Lockstep, Rank
 from sim.log import RequestLog, request_table, step_table
 from sim.network import Delivering, check_gathering
 from sim.noise import StepNoise
@@ -81,6 +83,7 @@ def run_world(
     speculation: Speculation | None = None,
     response_cache: bool = False,
     delivering: Delivering | None = None,
+    lockstep: bool = False,
 ) -> RunRecord:
     """Simulate `workload` until every request has ended, or until `until_s`.
 
@@ -89,7 +92,8 @@ def run_world(
     KeyboardInterrupt ends the run early: the record then holds what happened so far and is marked `interrupted`.
     `watch` is told of the world before it runs, for somebody who looks at it from another thread. With `response_cache`
     a request that repeats one already answered is answered at once, without an engine. `delivering` follows the streams
-    to their clients; the round trips are then its own.
+    to their clients; the round trips are then its own. In `lockstep` the replicas share their experts and step together;
+    the prices are then `costmodel.prices.LockstepPrices`.
     """
     check_best_of(workload)
     check_beams(workload, drafts=_all_draft(speculation, fleet))
@@ -108,6 +112,7 @@ def run_world(
         fleet,
         speculation,
         delivering,
+        lockstep,
     )
     if response_cache:
         world.repeats = workload.repeats().tolist()
@@ -145,6 +150,7 @@ class _World:
         fleet: FleetPlan | None,
         speculation: Speculation | None,
         delivering: Delivering | None,
+        lockstep: bool,
     ) -> None:
         self.workload = workload
         self.config = config
@@ -187,8 +193,9 @@ class _World:
             kept = options or RouterOptions()
             if router == "session":
                 kept = replace(kept, session_of=session_names(workload))
+            make: Callable[..., Replica] = partial(Rank, Lockstep()) if lockstep else Replica
             self.replicas = [
-                Replica(
+                make(
                     self.clock,
                     index,
                     Scheduler(config, make_policy() if make_policy is not None else None),

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from serving.errors import UsageError
 from sim.deployment import build
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT, JSON
@@ -18,6 +19,7 @@ USED = (
     "gpu",
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "data_parallel_size",
     "enable_expert_parallel",
     "dtype",
     "quantization",
@@ -44,6 +46,10 @@ def memory(**flags: Any) -> int:
     """
     given = with_config(flags, KNOWN, unused=DEPLOYMENT_NAMES)
     built = build(make_deployment(given))
+    if given.get("data_parallel_size", 1) > 1 and not built.in_lockstep:
+        raise UsageError(
+            f"--data-parallel-size has no effect on memory: {built.model.name} has no experts to share; leave it out"
+        )
     if given.get("print_config"):
         return print_config(given, built, KNOWN)
     plan = built.memory

@@ -70,6 +70,11 @@ class TwinBackend:
     ) -> None:
         if not 0 < time_scale < math.inf:
             raise UsageError(f"--time-scale must be a positive number, got {time_scale:g}")
+        if built.in_lockstep:
+            raise UsageError(
+                f"--data-parallel-size {built.deployment.data_parallel_size}: replicas of {built.model.name} share their "
+                "experts and step together, which simulate does and a served twin does not; use 1"
+            )
         self.built = built
         self.codec = codec
         self.model = built.model.name
