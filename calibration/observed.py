@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.engine_version import is_version
+from costmodel.model import load_model
 from serving.errors import UsageError
 from sim.deployment import Deployment
+from sim.pipeline_build import exchanging
 from sim.record import Floats
 from sim.workload.types import ClosedLoop, Workload
 
@@ -58,9 +60,11 @@ def graphs_in_budget(version: tuple[int, ...]) -> bool:
     return not version or version >= (0, 21)
 
 
-def priced_by(version: str, num_gpus: int) -> str | None:
-    """What a deployment says of its engine's version, by which only the exchange between GPUs is priced."""
-    return version if num_gpus > 1 and is_version(version) else None
+def with_engine(deployment: Deployment, version: str) -> Deployment:
+    """The deployment with its engine's version, where anything is priced by that."""
+    if is_version(version) and exchanging(deployment, load_model(deployment.model)) > 1:
+        return deployment.model_copy(update={"engine_version": version})
+    return deployment
 
 
 def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:

@@ -19,9 +19,9 @@ from calibration.observed import (
     Observed,
     number,
     plain_workload,
-    priced_by,
     read_rows,
     semantics_of,
+    with_engine,
 )
 from costmodel.engine_version import parse_version
 from serving.errors import UsageError
@@ -71,7 +71,6 @@ def _case(row: dict[str, str], path: Path, profile: str | None, seed: int) -> Ca
         "gpu_memory_utilization": 0.9,
         "enable_prefix_caching": False,
         "semantics": semantics_of(version),
-        "engine_version": priced_by(engine, tp),
         "async_scheduling": True,
     }
     rng = np.random.default_rng([seed, isl, osl, conc])
@@ -85,4 +84,4 @@ def _case(row: dict[str, str], path: Path, profile: str | None, seed: int) -> Ca
     observed = Observed(
         means_ms={"ttft": number(row, "ttft_mean_ms", path), "tpot": number(row, "tpot_mean_ms", path)}
     )
-    return Case(label, Deployment(**values), workload, observed, False, version)
+    return Case(label, with_engine(Deployment(**values), engine), workload, observed, False, version)

@@ -16,9 +16,9 @@ from calibration.observed import (
     Observed,
     number,
     plain_workload,
-    priced_by,
     read_rows,
     semantics_of,
+    with_engine,
 )
 from costmodel.engine_version import parse_version
 from serving.errors import UsageError, nearest
@@ -130,12 +130,12 @@ def _deployment(settings: dict[str, str], profile: str | None, version: tuple[in
         "enable_prefix_caching": not _off(given("prefix_caching")),
         "enforce_eager": _off(given("cuda_graph")),
         "semantics": semantics_of(version),
-        "engine_version": priced_by(settings.get("engine_version", ""), whole("tp") or 1),
         "async_scheduling": True,
         "tokenize_us_per_token": 0.0,
         "detokenize_us_per_token": 0.0,
     }
-    return Deployment(**{k: v for k, v in values.items() if v is not None})
+    deployment = Deployment(**{k: v for k, v in values.items() if v is not None})
+    return with_engine(deployment, settings.get("engine_version", ""))
 
 
 def _off(text: str | None) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 import yaml
 
 from calibration.doc_tables import markdown, write_between
+from calibration.observed import with_engine
 from serving.errors import TokenTwinError, UsageError
 from sim.deployment import Deployment
 from sim.replications import REPLICATIONS, replicate
@@ -100,12 +101,16 @@ def read(path: Path = FACTS) -> list[Published]:
 
 
 def _flags(source: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """The run's flags over its source's; the engine's version where the exchange between GPUs is priced by it."""
+    """The run's flags over its source's, with the engine's version where anything is priced by it."""
     flags = {**source["flags"], **run["flags"]}
-    version = _VERSION.match(source["engine"])
-    if version is not None and flags.get("tensor_parallel_size", 1) > 1:
-        flags.setdefault("engine_version", version[1])
-    return flags
+    if (version := _VERSION.match(source["engine"])) is None:
+        return flags
+    deployment = with_engine(_deployment(flags), version[1])
+    return flags if deployment.engine_version is None else {**flags, "engine_version": version[1]}
+
+
+def _deployment(flags: dict[str, Any]) -> Deployment:
+    return Deployment(**{name: value for name, value in flags.items() if name in Deployment.model_fields})
 
 
 def compare(run: Published, data: Path, *, replications: int = REPLICATIONS) -> list[Found]:
@@ -125,9 +130,7 @@ def compare(run: Published, data: Path, *, replications: int = REPLICATIONS) -> 
 
 def split(flags: dict[str, Any], data: Path) -> tuple[Deployment, WorkloadSpec]:
     """Flags of `simulate` as the deployment and the workload that they stand for; paths are below `data`."""
-    of_deployment = Deployment.model_fields
-    deployment = Deployment(**{name: value for name, value in flags.items() if name in of_deployment})
-    traffic = {name: value for name, value in flags.items() if name not in of_deployment}
+    traffic = {name: value for name, value in flags.items() if name not in Deployment.model_fields}
     dataset = {"name": traffic.pop("dataset_name")}
     if "dataset_path" in traffic:
         dataset["path"] = data / traffic.pop("dataset_path")
@@ -136,7 +139,9 @@ def split(flags: dict[str, Any], data: Path) -> tuple[Deployment, WorkloadSpec]:
     arrivals = {"request_rate": traffic.pop("request_rate")} if "request_rate" in traffic else {}
     concurrency = traffic.pop("max_concurrency", None)
     tenant = {"dataset": dataset, "arrivals": arrivals, **traffic}
-    return deployment, WorkloadSpec.model_validate({"tenants": [tenant], "max_concurrency": concurrency})
+    return _deployment(flags), WorkloadSpec.model_validate(
+        {"tenants": [tenant], "max_concurrency": concurrency}
+    )
 
 
 def table(found: Sequence[Found]) -> str:

@@ -62,16 +62,24 @@ def check_parallel(d: Deployment, model: ModelShape) -> list[str]:
     return [*warnings, UNVALIDATED]
 
 
-def of_engine(d: Deployment, profile: DeviceProfile) -> tuple[DeviceProfile, list[str]]:
-    """The profile for the deployment's engine version, and warnings where that says nothing or something else."""
+def exchanging(d: Deployment, model: ModelShape) -> int:
+    """Devices in the largest group that exchanges activations; 1 where none does."""
+    return max(d.tensor_parallel_size, sharing_replicas(d, model), min(d.pipeline_parallel_size, 2))
+
+
+def of_engine(d: Deployment, profile: DeviceProfile, num_gpus: int) -> tuple[DeviceProfile, list[str]]:
+    """The profile for the deployment's engine version, and warnings where that says nothing or something else.
+
+    `num_gpus`: devices that exchange.
+    """
     if (version := d.engine_version) is None:
         return profile, []
     option = f"--engine-version {version}"
-    if d.gpus_per_replica == 1:
-        return profile, [f"{option} has no effect on one GPU: only the exchange between GPUs is priced by it"]
+    if num_gpus == 1:
+        return profile, [f"{option} has no effect where GPUs exchange nothing: nothing else is priced by it"]
     if not profile.other_all_reduces:
         return profile, [f"{option} has no effect: {profile.name} has all-reduces of one version only"]
-    chosen = profile.for_engine(version, d.tensor_parallel_size if d.tensor_parallel_size > 1 else 2)
+    chosen = profile.for_engine(version, num_gpus)
     warnings = []
     if is_newer(chosen.all_reduce_version, version):
         warnings.append(
@@ -86,7 +94,7 @@ def collectives(built: Built) -> dict[str, str]:
     sources = dict.fromkeys(
         b.profile.all_reduce.source
         for b in built.pools or (built,)
-        if b.deployment.engine_version and b.deployment.gpus_per_replica > 1 and b.profile.all_reduce
+        if b.deployment.engine_version and exchanging(b.deployment, b.model) > 1 and b.profile.all_reduce
     )
     return {"all_reduce": "; ".join(sources)} if sources else {}
 

@@ -1,0 +1,105 @@
+"""A deployment that names its engine's version: what it changes, what is said, and what stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from calibration.observed import with_engine
+from costmodel.formats import hardware
+from costmodel.predict import Kernel
+from costmodel.profile import DeviceProfile, load_profile
+from experiments.public_results import read
+from experiments.results import result_json
+from sim.deployment import Deployment, build, simulate
+from sim.metrics import summarise
+from sim.workload import WorkloadSpec, load_workload
+
+STEP = (64, 64, (), 64, 64 * 1000, 1000)
+
+
+def two(**fields: Any) -> Deployment:
+    return Deployment(**{"model": "qwen3-8b", "gpu": "rtxpro6000", "tensor_parallel_size": 2, **fields})
+
+
+def reduce_s(profile: DeviceProfile, num_bytes: int) -> float:
+    return float(Kernel("all_reduce", profile.all_reduce, hardware(profile.facts)).seconds((2,), num_bytes))
+
+
+def test_without_a_version_nothing_is_another() -> None:
+    for gpu in ("rtxpro6000", "h100"):
+        built, newest = build(two(gpu=gpu)), build(two(gpu=gpu, engine_version="0.24"))
+        assert built.profile is load_profile(gpu)
+        assert newest.profile == built.profile
+        assert newest.pricer.step_s(*STEP) == built.pricer.step_s(*STEP)
+        assert built.warnings == newest.warnings == ()
+
+
+def test_an_earlier_version_takes_its_own_all_reduces_alone() -> None:
+    """Qwen3-8B sums 64 rows of 4,096 in 16 bit twice in each of 36 layers and once before, and gathers logits once."""
+    old, new = (build(two(engine_version=v)) for v in ("0.19", "0.24"))
+    assert old.memory == new.memory
+    assert old.limits == new.limits
+    slower_s = old.pricer.step_s(*STEP) - new.pricer.step_s(*STEP)
+    logits = 64 * old.model.vocab_size
+    gather_s = sum(sign * reduce_s(b.profile, logits) for sign, b in ((1, old), (-1, new)))
+    assert slower_s == pytest.approx(
+        73 * (55.544 - 17.621) * 1e-6 + gather_s, rel=0.03
+    )  # as vLLM measured 512 KiB
+    alone = two(tensor_parallel_size=1)
+    assert build(alone).pricer.step_s(*STEP) == (
+        build(alone.model_copy(update={"engine_version": "0.19"})).pricer.step_s(*STEP)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tensor_parallel_size": 1}, "--engine-version 0.19 has no effect where GPUs exchange nothing"),
+        ({"gpu": "h200"}, "--engine-version 0.19 has no effect: h200 has all-reduces of one version only"),
+        ({"engine_version": "0.10.2"}, "all-reduces are those of 0.19.0, the oldest version"),
+        ({"tensor_parallel_size": 4}, "those of 0.24.0, the oldest version that was measured over so many"),
+        (
+            {"pools": [{"name": "a", "gpu": "h200"}, {"name": "b"}]},
+            "pool a: --engine-version 0.19 has no effect",
+        ),
+    ],
+)
+def test_a_version_that_changes_nothing_or_is_not_measured_is_said(
+    fields: dict[str, Any], words: str
+) -> None:
+    """Warnings and no errors: searches over GPUs go on."""
+    (warning,) = build(two(**{"engine_version": "0.19", **fields})).warnings
+    assert words in warning
+
+
+def test_what_is_no_version_is_refused() -> None:
+    for wrong in ("latest", "0,19", "", 0.19):
+        with pytest.raises(ValidationError, match="is no version; write one as text"):
+            two(engine_version=wrong)
+
+
+def test_results_say_whose_all_reduces_were_used() -> None:
+    spec = {"tenants": [{"dataset": {"name": "random", "input_len": 16, "output_len": 4}, "num_prompts": 4}]}
+    workload = load_workload(WorkloadSpec.model_validate(spec), seed=0)
+    for version, source in (
+        (None, None),
+        ("0.19", "vLLM_custom_graph 0.19.0"),
+        ("0.30", "vLLM_custom_graph 0.24.0"),
+    ):
+        record = simulate(workload, two(engine_version=version))
+        said = result_json(record, summarise(record)).get("sim_all_reduce")
+        assert said == (None if source is None else f"kernels_comm_rtx_pro_6000_server.csv: {source}")
+
+
+def test_runs_name_the_version_where_it_prices_something() -> None:
+    experts = {"model": "qwen3-30b-a3b", "tensor_parallel_size": 1, "data_parallel_size": 2}
+    assert with_engine(two(), "0.19.0").engine_version == "0.19.0"
+    assert with_engine(two(**experts), "0.19.0").engine_version == "0.19.0"
+    assert with_engine(two(**{**experts, "model": "qwen3-8b"}), "0.19.0").engine_version is None
+    assert with_engine(two(tensor_parallel_size=1), "0.19.0").engine_version is None
+    assert with_engine(two(), "nightly").engine_version is None
+    named = {(r.source, r.flags.get("engine_version")) for r in read() if r.flags["gpu"] == "rtxpro6000"}
+    assert {version for _, version in named} == {"0.19.0", "0.28.0", None}
