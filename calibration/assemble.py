@@ -206,6 +206,35 @@ def all_reduce_samples(tables: Sequence[Table]) -> dict[str, Samples]:
     return found
 
 
+def exchange_samples(tables: Sequence[Table]) -> Samples:
+    """NCCL's all-gather and reduce-scatter of the same bytes, added up: shape (num_gpus,), grid (bytes,).
+
+    Bytes are those of the whole, gathered or before it is scattered. Of several versions the newest.
+    """
+    of_op: dict[str, dict[tuple[str, str, str], dict[str, str]]] = {"all_gather": {}, "reduce_scatter": {}}
+    for row in (r for t in tables for r in t.rows if r["op"] in of_op and r["dtype"] in ("bfloat16", "half")):
+        of_op[row["op"]][row["version"], row["n_gpus"], row["bytes"]] = row
+    back = of_op["reduce_scatter"]
+    both = [(key, row) for key, row in of_op["all_gather"].items() if key in back]
+    newest = max((key[0] for key, _ in both), key=parse_version, default="")
+    rows = [
+        row | {"latency_us": repr(float(row["latency_us"]) + float(back[key]["latency_us"]))}
+        for key, row in both
+        if key[0] == newest
+    ]
+    samples = samples_from(
+        "all_reduce",
+        rows,
+        lambda r: (float(r["n_gpus"]),),
+        lambda r: (float(r["bytes"]),),
+        source=f"{', '.join(t.name for t in tables)}: NCCL all_gather + reduce_scatter {newest}",
+    )
+    if len(samples):
+        thin(samples)
+        drop_spikes(samples)
+    return samples
+
+
 def _as_finely(samples: Samples, newest: Samples) -> npt.NDArray[np.bool_]:
     """Which timings are over a number of GPUs at which there are at least half as many sizes as `newest` has at any."""
     _, most = np.unique(newest.shape, return_counts=True)
@@ -301,6 +330,7 @@ def all_samples(tables: Sequence[Table], facts: DeviceFacts) -> dict[tuple[str, 
         found["decode", kv_dtype] = decode_samples(of_kind.get("decode", []), kv_dtype, facts)
     for version, samples in all_reduce_samples(of_kind.get("comm", [])).items():
         found["all_reduce", version] = samples
+    found["expert_exchange", ""] = exchange_samples(of_kind.get("comm", []))
     names: tuple[tuple[KernelKind, str], ...] = (
         ("moe", "bfloat16"),
         ("decode_mixed", "bfloat16"),
@@ -332,11 +362,11 @@ def _fit(
         head_dim=samples.head_dim,
     )
     fit = fit_kernel(
-        cast(KernelKind, group),
+        cast(KernelKind, "all_reduce" if group == "expert_exchange" else group),
         samples,
         hw,
         options=options,
-        groups=grid_groups if group in ("all_reduce", "sampler") else shape_groups,
+        groups=grid_groups if group in ("all_reduce", "expert_exchange", "sampler") else shape_groups,
         fixed=fixed,
     )
     if samples.noise is not None:

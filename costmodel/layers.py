@@ -97,11 +97,15 @@ class LinearLayers:
         self._elementwise = Kernel("elementwise", profile.elementwise, self._hw16)
         self._sampler = Kernel("sampler", profile.sampler, self._hw16)
         self._all_reduce = Kernel("all_reduce", profile.all_reduce, self._hw16)
+        self._exchanged = Kernel("all_reduce", profile.expert_exchange or profile.all_reduce, self._hw16)
         self._moe = Kernel("moe", profile.moe.get("bfloat16"), self._hw)
         self._launch_s = profile.host.launch_s
+        if data_parallel_size > 1 and profile.expert_exchange is None:
+            self.notes.append(f"expert_exchange: not measured on {profile.name}; priced as an all-reduce")
         for kernel in (
             self._gemm,
-            *((self._all_reduce,) if tp > 1 or data_parallel_size > 1 else ()),
+            *((self._all_reduce,) if tp > 1 else ()),
+            *((self._exchanged,) if data_parallel_size > 1 else ()),
             *((self._moe,) if model.num_experts else ()),
         ):
             if kernel.fit is None or not kernel.fit.fitted:
@@ -189,11 +193,11 @@ class LinearLayers:
     def _exchange(self, tokens: Floats) -> Floats:
         """All-gather of `tokens` hidden states and router logits, 16 bit, and reduce-scatter of what experts return.
 
-        An all-reduce is a reduce-scatter and an all-gather, and the pair is priced as one of the same bytes.
+        Where a profile has not measured the pair it is priced as an all-reduce of the same bytes, which moves as much.
         """
         gathered = 2.0 * (self._model.hidden_size + self._model.num_experts)
         returned = 2.0 * self._model.hidden_size
-        return self._all_reduce.seconds((self._dp,), tokens * (gathered + returned) / 2.0)
+        return self._exchanged.seconds((self._dp,), tokens * (gathered + returned) / 2.0)
 
     def _experts(self, tokens: Floats) -> Floats:
         """Routed experts: slices of all of them, or under expert parallelism the rank with the most to do."""

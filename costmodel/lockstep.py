@@ -2,7 +2,7 @@
 
 Attention, dense layers and sampler of a rank have its own tokens; experts and the exchange around them have the tokens
 of all ranks. Every layer waits for the rank that reaches it last, so that a step of the group lasts as long as the
-slowest rank's. What is exchanged is not measured as such (`LinearLayers.shared_seconds`).
+slowest rank's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from costmodel.profile import DeviceProfile
 from serving.errors import UsageError
 
 UNVALIDATED = (
-    "experts shared among data-parallel replicas are validated by one published run only: the exchange is priced as an "
-    "all-reduce, and steps wait for the slowest rank"
+    "experts shared among data-parallel replicas are validated by one published run only: "
+    "the exchange is that of collectives measured alone, and steps wait for the slowest rank"
 )
 
 

@@ -148,6 +148,8 @@ class DeviceProfile(_Frozen):
     """Engine version that `all_reduce` was measured with, where those of others were measured too."""
     other_all_reduces: dict[str, KernelFit] = {}
     """By engine version."""
+    expert_exchange: KernelFit | None = None
+    """All-gather and reduce-scatter, one after the other, with the all-reduce's formula: bytes are those of one."""
     moe: dict[str, KernelFit] = {}
     elementwise: KernelFit | None = None
     sampler: KernelFit | None = None
@@ -165,8 +167,10 @@ class DeviceProfile(_Frozen):
 
     def to_json(self) -> str:
         """Canonical compact JSON: keys sorted, no spaces."""
-        one = {"all_reduce_version", "other_all_reduces"} if not self.other_all_reduces else None
-        document = self.model_dump(mode="json", by_alias=True, exclude=one)
+        unset = {"all_reduce_version", "other_all_reduces"} if not self.other_all_reduces else set()
+        if self.expert_exchange is None:
+            unset.add("expert_exchange")
+        document = self.model_dump(mode="json", by_alias=True, exclude=unset)
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
     def kernels(self) -> list[tuple[str, KernelFit]]:
@@ -175,7 +179,7 @@ class DeviceProfile(_Frozen):
         for group in ("gemm", "prefill", "decode", "decode_mixed", "moe"):
             fits: dict[str, KernelFit] = getattr(self, group)
             found += [(f"{group}/{name}", fit) for name, fit in fits.items()]
-        for single in ("all_reduce", "elementwise", "sampler"):
+        for single in ("all_reduce", "expert_exchange", "elementwise", "sampler"):
             fit = getattr(self, single)
             if fit is not None:
                 found.append((single, fit))
