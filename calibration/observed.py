@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.engine_version import is_version
-from costmodel.model import load_model
 from serving.errors import UsageError
 from sim.deployment import Deployment
-from sim.pipeline_build import exchanging
+from sim.pipeline_build import reducing
 from sim.record import Floats
 from sim.workload.types import ClosedLoop, Workload
 
@@ -62,7 +61,7 @@ def graphs_in_budget(version: tuple[int, ...]) -> bool:
 
 def with_engine(deployment: Deployment, version: str) -> Deployment:
     """The deployment with its engine's version, where anything is priced by that."""
-    if is_version(version) and exchanging(deployment, load_model(deployment.model)) > 1:
+    if is_version(version) and reducing(deployment) > 1:
         return deployment.model_copy(update={"engine_version": version})
     return deployment
 

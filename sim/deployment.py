@@ -52,7 +52,7 @@ from sim.jitter import step_noise
 from sim.lockstep_build import check_workload, sharing_replicas, with_internal_lb
 from sim.network import Network, check_network, delivering
 from sim.noise import StepNoise
-from sim.pipeline_build import check_parallel, collectives, exchanging, make_pricer, of_engine
+from sim.pipeline_build import check_parallel, collectives, make_pricer, of_engine
 from sim.record import RunRecord, Status
 from sim.router import RouterOptions
 from sim.speculation import Speculation, check_speculation, plan_speculation
@@ -290,7 +290,7 @@ def build(deployment: Deployment) -> Built:
         seqs = seats
     check_recent(d)
     warnings += check_parallel(d, model)
-    profile, unlike = of_engine(d, profile, exchanging(d, model))
+    profile, unlike = of_engine(d, profile)
     warnings += unlike
     memory = plan_memory(
         model,

@@ -62,21 +62,20 @@ def check_parallel(d: Deployment, model: ModelShape) -> list[str]:
     return [*warnings, UNVALIDATED]
 
 
-def exchanging(d: Deployment, model: ModelShape) -> int:
-    """Devices in the largest group that exchanges activations; 1 where none does."""
-    return max(d.tensor_parallel_size, sharing_replicas(d, model), min(d.pipeline_parallel_size, 2))
+def reducing(d: Deployment) -> int:
+    """Devices of a replica that exchange with each other at prices of an all-reduce; 1 where none do."""
+    return max(d.tensor_parallel_size, min(d.pipeline_parallel_size, 2))
 
 
-def of_engine(d: Deployment, profile: DeviceProfile, num_gpus: int) -> tuple[DeviceProfile, list[str]]:
-    """The profile for the deployment's engine version, and warnings where that says nothing or something else.
-
-    `num_gpus`: devices that exchange.
-    """
+def of_engine(d: Deployment, profile: DeviceProfile) -> tuple[DeviceProfile, list[str]]:
+    """The profile for the deployment's engine version, and warnings where that says nothing or something else."""
     if (version := d.engine_version) is None:
         return profile, []
     option = f"--engine-version {version}"
-    if num_gpus == 1:
-        return profile, [f"{option} has no effect where GPUs exchange nothing: nothing else is priced by it"]
+    if (num_gpus := reducing(d)) == 1:
+        return profile, [
+            f"{option} has no effect: all-reduces are priced by it, and one GPU a replica has none"
+        ]
     if not profile.other_all_reduces:
         return profile, [f"{option} has no effect: {profile.name} has all-reduces of one version only"]
     chosen = profile.for_engine(version, num_gpus)
@@ -94,7 +93,7 @@ def collectives(built: Built) -> dict[str, str]:
     sources = dict.fromkeys(
         b.profile.all_reduce.source
         for b in built.pools or (built,)
-        if b.deployment.engine_version and exchanging(b.deployment, b.model) > 1 and b.profile.all_reduce
+        if b.deployment.engine_version and reducing(b.deployment) > 1 and b.profile.all_reduce
     )
     return {"all_reduce": "; ".join(sources)} if sources else {}
 
