@@ -41,7 +41,7 @@ def run(
     seed: int,
     noise: float = 0.0,
     rate: float = 80.0,
-    count: int = 25,
+    count: int = 16,
     beam_width: int | None = None,
     **changes: Any,
 ) -> RunRecord:
@@ -107,7 +107,7 @@ def pair(a: dict[str, Any], b: dict[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 @pytest.mark.parametrize("case", ALONE, ids=[case[0] for case in ALONE])
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(seed=st.integers(0, 10_000))
 def test_what_one_part_changes_is_in_that_part_alone(case: Any, seed: int) -> None:
     _, part, *settings_of = case
