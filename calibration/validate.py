@@ -26,6 +26,7 @@ from costmodel.profile import load_profile
 from serving.errors import UsageError
 from sim.deployment import Built, Deployment, build, simulate
 from sim.latency import latencies
+from sim.lockstep_build import sharing_replicas
 from sim.pipeline_build import collectives
 from sim.record import Floats, RunRecord, Status
 
@@ -104,6 +105,8 @@ def memory_of(case: Case) -> MemoryPlan:
         model,
         load_profile(d.gpu),
         tensor_parallel_size=d.tensor_parallel_size,
+        data_parallel_size=sharing_replicas(d, model),
+        enable_expert_parallel=d.enable_expert_parallel,
         gpu_memory_utilization=d.gpu_memory_utilization,
         max_num_batched_tokens=built.limits.max_num_batched_tokens,
         max_num_seqs=built.limits.max_num_seqs,

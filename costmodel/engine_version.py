@@ -16,7 +16,7 @@ def is_version(text: str) -> bool:
 def parse_version(text: str) -> tuple[int, ...]:
     """`0.19.0` as (0, 19, 0); () when there is none."""
     parts = []
-    for part in text.strip().lstrip("v").split("."):
+    for part in text.strip().lstrip("vV").split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
         if not digits:
             break

@@ -50,5 +50,5 @@ def check_workload(workload: Workload) -> None:
     for name, field in (("beam searches", workload.beam_width), ("best-of", workload.best_of)):
         if field is not None:
             raise UsageError(
-                f"{name} are not modelled for replicas that share their experts; use --data-parallel-size 1 or pools"
+                f"{name}: not modelled for replicas that share their experts; use --data-parallel-size 1 or pools"
             )

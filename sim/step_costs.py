@@ -10,15 +10,16 @@ from sim.speculation import Speculator
 
 
 def priced_step(plan: StepPlan) -> tuple[int, int, list[tuple[int, int]], int, int, int]:
-    """A plan as `Prices.step_s` is asked for it."""
+    """A plan as `Prices.step_s` is asked for it; padding is as long as the longest decode, or one token."""
     padding = plan.num_padding
+    longest = plan.decode_context_max or (1 if padding else 0)
     return (
         plan.num_tokens + padding,
         plan.num_sampled + padding,
         [(chunk.num_tokens, chunk.context) for chunk in plan.chunks],
         plan.num_decodes + padding,
-        plan.decode_context_sum + padding * plan.decode_context_max,
-        plan.decode_context_max,
+        plan.decode_context_sum + padding * longest,
+        longest,
     )
 
 

@@ -89,6 +89,7 @@ def _built(deployment: Deployment) -> Built:
         *(d.model, d.gpu, d.engine_version, d.tensor_parallel_size, d.dtype, d.quantization, d.enforce_eager),
         *(d.kv_cache_dtype, d.kv_cache_recent_tokens),
         *(d.pipeline_parallel_size, d.collective_overlap, d.enable_expert_parallel, d.expert_load_imbalance),
+        d.data_parallel_size if built.in_lockstep else 1,
         *(limits.max_num_batched_tokens, limits.max_num_seqs),
         limits.max_model_len if d.policy not in CHUNKING else None,
     )

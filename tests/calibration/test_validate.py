@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from calibration.compare import Comparison, Figure, at_times, statistics_ms
-from calibration.observed import graphs_in_budget, plain_workload, semantics_of
-from calibration.validate import twin_samples, validate
+from calibration.observed import Case, Observed, graphs_in_budget, plain_workload, semantics_of
+from calibration.validate import memory_of, twin_samples, validate
 from costmodel.engine_version import parse_version
 from experiments.results import save_run
 from experiments.validation_report import save_validation, validation_html, validation_lines
@@ -19,6 +19,7 @@ from serving.errors import UsageError
 from sim.deployment import Deployment, build, simulate
 from sim.metrics import summarise
 from sim.record import RunRecord
+from tests.sim.worlds import make_workload
 
 SETTINGS = {
     "run": "toy_run",
@@ -182,6 +183,18 @@ def test_inferencex_points_follow_the_built_in_recipe(tmp_path: Path) -> None:
     assert [f.label for f in validate(None, path, run="tp2").figures] == ["8192/1024 tp2 conc4"] * 2
     with pytest.raises(UsageError, match="no label"):
         validate(None, path, run="tp16")
+
+
+def test_pages_of_replicas_that_share_experts_are_those_of_the_deployment() -> None:
+    deployment = Deployment(
+        model="qwen3-30b-a3b",
+        gpu="h200",
+        data_parallel_size=2,
+        enable_expert_parallel=True,
+        max_model_len=4096,
+    )
+    case = Case("moe", deployment, make_workload([0.0], [10], [2]), Observed(), at_engine=True)
+    assert memory_of(case).num_blocks == build(deployment).memory.num_blocks
 
 
 def test_engine_versions_decide_semantics_and_the_graph_budget() -> None:

@@ -33,6 +33,7 @@ def test_what_is_a_version() -> None:
         assert is_version(text), text
     for text in ("", "19", "0,19", "0.", ".19", "vllm", "0.19 ", "latest", "0.1.2.3.4"):
         assert not is_version(text), text
+    assert parse_version("V0.10.2") == parse_version("v0.10.2") == (0, 10, 2)
 
 
 def shared_s(profile: DeviceProfile, num_gpus: int, num_bytes: int) -> float:

@@ -318,6 +318,12 @@ def test_fields_of_tenants_can_vary(folder: Path) -> None:
         point_job(base, {"tenants.nobody.num_prompts": 7})
 
 
+def test_points_share_prices_only_where_replicas_share_as_many_experts() -> None:
+    base = {"model": "qwen3-30b-a3b", "gpu": "h200", "dataset_name": "random", "num_prompts": 4}
+    prices = {n: point_job(base, {"data_parallel_size": n}).built.pricer for n in (1, 2, 4)}
+    assert {n: prices[n].data_parallel_size for n in prices} == {1: 1, 2: 2, 4: 4}
+
+
 def test_long_or_awkward_names_become_folders() -> None:
     assert folder_name({"dataset_path": "a/../b"}, ()) == "BENCH--dataset_path=a____b"
     long = {f"key{i}": "x" * 20 for i in range(30)}

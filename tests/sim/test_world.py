@@ -12,6 +12,7 @@ from serving.config import SchedulerConfig
 from serving.errors import UsageError
 from serving.policies import BatchPolicy
 from serving.step import Step
+from sim.deployment import Deployment, build, simulate
 from sim.record import RunRecord, Status, Tenant
 from sim.router import make_router, router_names
 from sim.world import Frontend, run_world
@@ -172,6 +173,23 @@ def test_a_step_is_priced_by_its_tokens_chunks_and_contexts() -> None:
         (954, 2, [(953, 2047)], 1, 3, 3),
         (2, 2, [], 2, 4 + 3001, 3001),
     ]
+
+
+def test_padding_beside_chunks_alone_has_a_token_of_context() -> None:
+    # The first of a static batch of two ends with its prompt, while the other's is in its second chunk.
+    deployment = Deployment(
+        model="llama-3.1-8b",
+        gpu="a100",
+        policy="static",
+        static_batch_size=2,
+        long_prefill_token_threshold=64,
+        max_model_len=4096,
+    )
+    workload = make_workload([0.0, 0.0], [10, 128], [1, 3])
+    run = simulate(workload, deployment)
+    chunk_s = build(deployment).pricer.step_s(64 + 1, 1 + 1, [(64, 64)], 1, 1, 1)
+    assert run.steps.gpu_s[1] == chunk_s
+    assert (run.requests.status == Status.FINISHED).all()
 
 
 def test_2048_prompt_tokens_take_longer_than_one() -> None:
