@@ -216,13 +216,14 @@ def test_the_link_between_stages_is_the_transfer_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("back", [False, True])
 def test_drafts_against_none_set_what_they_cost_against_what_they_gain(back: bool) -> None:
     """Lookups take little, so that the luck of n-grams is about what sets them apart from useless ones."""
-    none, ngrams, useless = run(1), run(1, **NGRAM), run(1, speculative_config=drafts(acceptance=0.0))
+    none, ngrams = run(1, count=25), run(1, count=25, **NGRAM)
+    useless = run(1, count=25, speculative_config=drafts(acceptance=0.0))
     found = diff(*((ngrams, none) if back else (none, ngrams)), metrics=METRICS)
     lucky = diff(*((ngrams, useless) if back else (useless, ngrams)), metrics=METRICS)
     for split, luck in zip(found.splits, lucky.splits, strict=True):
         assert split.parts["acceptance"] == pytest.approx(luck.difference, rel=0.1)
         assert split.parts["kernel"] == 0.0
-    passes = run(1, speculative_config=SELF)
+    passes = run(1, count=25, speculative_config=SELF)
     found = diff(*((passes, none) if back else (none, passes)), metrics=METRICS)
     parts, sign = part_of(found, "p95_tpot").parts, -1 if back else 1
     assert sign * parts["schedule"] > 0
