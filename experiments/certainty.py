@@ -87,8 +87,11 @@ def doubts(verdict: Verdict, certainty: Certainty | None) -> list[str]:
     return lines
 
 
-def certainty_lines(certainty: Certainty) -> list[str]:
-    """Sentences: what the brackets are, what they come from, what was not measured, what is thin."""
+def certainty_lines(certainty: Certainty, warned: Sequence[str] = ()) -> list[str]:
+    """Sentences: what the brackets are, what they come from, what was not measured, what is thin.
+
+    What is among the warnings of the same page, `warned`, is not said again.
+    """
     lines = []
     replicated = certainty.replicated
     if replicated is not None and replicated.names():
@@ -98,7 +101,7 @@ def certainty_lines(certainty: Certainty) -> list[str]:
         )
         for name in ("mean_tpot", "p95_ttft"):
             interval = certainty.interval(name)
-            if interval is not None:
+            if interval is not None and any(_shares(interval).values()):
                 statistic, _, metric = name.partition("_")
                 lines.append(
                     f"{statistic.capitalize()} {metric.upper()}: calibration {interval.calibration:.0%}, "
@@ -108,7 +111,7 @@ def certainty_lines(certainty: Certainty) -> list[str]:
         lines.append("Interrupted before intervals were known.")
     elif certainty.too_long:
         lines.append("No intervals, because the run is long: --replications 4 makes them, in minutes.")
-    lines += [f"Not measured: {line.words}." for line in certainty.extrapolations]
+    lines += [f"Not measured: {line.words}." for line in certainty.extrapolations if line.words not in warned]
     lines += [f"{THIN_MARK} {thin.words}." for thin in certainty.thin]
     return lines
 

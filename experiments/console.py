@@ -81,7 +81,7 @@ def print_run(
         out.print(Text(" Fleet ".center(width, "="), style="bold"))
         for line in fleet:
             out.print(Text(line[:width]), no_wrap=True, crop=True)
-    sure = certainty_lines(certainty) if certainty is not None else []
+    sure = certainty_lines(certainty, summary.warnings) if certainty is not None else []
     if sure:
         out.print(Text(" Certainty ".center(width, "="), style="bold"))
         _print_wrapped(out, sure, width, "dim")

@@ -62,14 +62,14 @@ def report_html(
     notes: Sequence[str] = (),
 ) -> str:
     """The report as one HTML document, the same bytes for the same run."""
-    name = title or " · ".join(_facts(record, "label", "model_id", "gpu")) or "Run"
+    name = title or _name(record) or "Run"
     body = [
         f"<h1>{escape(name)}</h1>",
         f'<p class="sub">{escape(_subtitle(record, summary))}</p>',
         _verdict(record, summary, verdict, [*doubts(verdict, certainty), *notes]),
         _cards(summary, certainty),
         *laid_out(panels(record, summary, roofline)),
-        *([_certainty(certainty)] if certainty is not None else []),
+        *([_certainty(certainty, summary.warnings)] if certainty is not None else []),
         _latency_table(summary),
         _engine_table(record, summary),
         _fleet_table(record),
@@ -189,6 +189,14 @@ def laid_out(items: Iterable[Panel]) -> Iterable[str]:
         yield f'<div class="grid">{"".join(narrow)}</div>'
 
 
+def _name(record: RunRecord) -> str:
+    """Label, model and GPUs, those of all pools of a fleet."""
+    gpus = _facts(record, "gpu")
+    if record.fleet is not None:
+        gpus = list(dict.fromkeys(pool.gpu for pool in record.fleet.pools))
+    return " · ".join([*_facts(record, "label", "model_id"), *([" + ".join(gpus)] if gpus else [])])
+
+
 def _subtitle(record: RunRecord, summary: Summary) -> str:
     clock = "on the engine" if meta_value(record, "real") else "simulated"
     words = [f"{summary.sent:,} requests", f"{summary.duration_s:,.1f} s {clock}"]
@@ -210,9 +218,9 @@ def _verdict(record: RunRecord, summary: Summary, verdict: Verdict, notes: Seque
     return list_section("Verdict", [*lines, *(("warn", text) for text in (*summary.warnings, *notes))])
 
 
-def _certainty(certainty: Certainty) -> str:
-    """What the intervals are, and what lies outside the measured hull."""
-    lines = certainty_lines(certainty)
+def _certainty(certainty: Certainty, warned: Sequence[str]) -> str:
+    """What the intervals are, and what lies outside the measured hull, unless the verdict warns of it."""
+    lines = certainty_lines(certainty, warned)
     if not lines:
         return ""
     marked = [("warn" if line.startswith(("Not", THIN_MARK)) else "plain", line) for line in lines]

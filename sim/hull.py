@@ -46,10 +46,16 @@ def after_run(built: Built, record: RunRecord) -> tuple[Extrapolation, ...]:
     if built.pools and record.fleet is not None:
         pool_of = record.fleet.pool_of[record.steps.replica]
         parts = [replace(record, steps=record.steps.where(pool_of == i)) for i in range(len(built.pools))]
-        every = [
-            each for pool, part in zip(built.pools, parts, strict=True) for each in after_run(pool, part)
-        ]
-        return tuple(dict.fromkeys(every))
+        share_of: dict[str, float | None] = {}
+        for pool, part in zip(built.pools, parts, strict=True):
+            weight = len(part.steps) / max(len(record.steps), 1)
+            for each in after_run(pool, part):
+                so_far = share_of.get(each.what, 0.0)
+                if each.steps is None or so_far is None:
+                    share_of[each.what] = None
+                else:
+                    share_of[each.what] = so_far + weight * each.steps
+        return tuple(Extrapolation(what, share) for what, share in share_of.items())
     found = list(before_run(built))
     steps = record.steps
     if not len(steps):

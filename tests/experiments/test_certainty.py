@@ -104,6 +104,12 @@ def test_the_page_says_how_sure_its_headline_is() -> None:
     assert "How sure" not in report_html(record, summary, verdict(record, summary))
 
 
+def test_what_the_page_warns_of_is_not_said_again() -> None:
+    _, _, sure = judged()
+    said = sure.extrapolations[0].words
+    assert sorted([*certainty_lines(sure, [said]), f"Not measured: {said}."]) == sorted(certainty_lines(sure))
+
+
 def test_one_replication_leaves_intervals_out_and_keeps_the_rest() -> None:
     record, summary, sure = judged(1)
     assert sure.replicated is None

@@ -76,6 +76,17 @@ def test_an_axis_that_was_measured_at_one_value_only_is_called_that() -> None:
     assert "decode: batch was measured at 4 only; here 1" in lines
 
 
+def test_pools_alike_say_a_line_once_with_its_share_of_all_steps() -> None:
+    pools = [{"name": "a"}, {"name": "b"}]
+    b = built(gpu="h200", max_num_batched_tokens=512, pools=pools, router="round_robin")
+    # Of 1,500 tokens the second and the third chunk have earlier context, of 500 none.
+    for second, behind in ((1500, 4), (500, 2)):
+        run = simulate(make_workload([0.0, 0.0], [1500, second], [4, 40]), b)
+        assert set(run.steps.replica) == {0, 1}
+        (line,) = [each for each in after_run(b, run) if each.what.startswith("prefill: context")]
+        assert line.steps == pytest.approx(behind / len(run.steps))
+
+
 def test_one_value_outside_the_hull_is_said_once() -> None:
     words = [line.words for line in before_run(built(gpu="h200", model="qwen2.5-0.5b"))]
     assert any("gemm: n 151936 outside the measured" in line for line in words)

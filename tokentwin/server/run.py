@@ -64,7 +64,7 @@ def bind(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        words = getattr(error, "strerror", None) or str(error)
+        words = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise UsageError(
             f"--host {host} --port {port}: {words}; choose another, or --port 0 for any"
         ) from None
