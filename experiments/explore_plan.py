@@ -22,7 +22,9 @@ def plan_space(path: Path) -> Space:
     fleets = plan["fleets"]
     fields = list(fleets[0]["deployment"]) if fleets else []
     every = [{"replicas": f["replicas"], **f["deployment"]} for f in fleets]
-    every = [{k: v for k, v in params.items() if k != "data_parallel_size"} for params in every]
+    every = [
+        {k: v for k, v in params.items() if k not in ("data_parallel_size", "pools")} for params in every
+    ]
     knobs = tuple(
         key
         for key in dict.fromkeys(("gpu", "tensor_parallel_size", "replicas", *fields))

@@ -23,6 +23,7 @@ from experiments.prices import HOURS_PER_MONTH
 from serving.errors import InfeasibleError, UsageError
 from serving.speculative_config import parse_speculative_config
 from sim.deployment import Built, Deployment, build
+from sim.fleet.spec import Pool
 from sim.metrics import Summary, summarise
 from sim.record import RunRecord
 from sim.replications import replicate
@@ -305,6 +306,15 @@ def _most_replicas(candidate: Candidate, most_usd: float, max_replicas: int, tot
     return most
 
 
+def servers(built: Built, count: int) -> Built:
+    """So many servers alike; of a mixture they are a pool, since data-parallel replicas would share its experts."""
+    d = built.deployment
+    if count == 1 or not built.model.num_experts:
+        return replace(built, deployment=d.model_copy(update={"data_parallel_size": count}))
+    pooled = build(d.model_copy(update={"pools": (Pool(name="default", replicas=count),)}))
+    return replace(pooled, pools=(replace(pooled.pools[0], pricer=built.pricer),), pricer=built.pricer)
+
+
 def _fewest(
     candidate: Candidate,
     built: Built,
@@ -320,9 +330,7 @@ def _fewest(
 
     def sustained(count: int) -> bool:
         if count not in tested:
-            several = replace(
-                built, deployment=built.deployment.model_copy(update={"data_parallel_size": count})
-            )
+            several = servers(built, count)
             search = Search(several, traffic, promises, full, None, None, _within(_replicas(count), progress))
             trial = search.short(0)
             if trial.sustained:

@@ -14,6 +14,7 @@ from experiments.capacity import unit
 from experiments.capacity_report import target_sentence
 from experiments.capacity_trial import Outcome, words
 from serving.errors import UsageError
+from sim.fleet.build import devices, num_gpus, num_replicas
 from sim.frames import frame
 from tokentwin.commands.capacity import CapacityAnswer, run_at_capacity
 from tokentwin.frames import card, number
@@ -72,7 +73,7 @@ class CapacityResult:
     def summary(self) -> DataFrame:
         """The answer as figures: load, interval, rate, and every promise there. Raises UsageError without pandas."""
         found, d = self.answer.found, self.answer.built.deployment
-        gpus = d.gpus_per_replica * d.data_parallel_size
+        gpus = num_gpus(d)
         figures: dict[str, float | None] = {
             found.variable: found.load,
             "low": None if found.interval is None else found.interval.low,
@@ -120,14 +121,12 @@ class CapacityResult:
         if found.bound is not None:
             out.append(f"Bound by {found.bound.words}: {found.bound.evidence}.")
         if self.answer.target is not None:
-            replicas = self.answer.built.deployment.data_parallel_size
+            replicas = num_replicas(self.answer.built.deployment)
             out.append(target_sentence(found, self.answer.target, replicas))
         return out
 
     def _title(self) -> str:
-        d = self.answer.built.deployment
-        gpus = d.gpus_per_replica * d.data_parallel_size
-        return f"Capacity of {self.answer.built.model.name} on {gpus} x {self.answer.built.profile.name}"
+        return f"Capacity of {self.answer.built.model.name} on {devices(self.answer.built)}"
 
     def __repr__(self) -> str:
         return f"<{self._title()}: {self.lines()[0]}>"

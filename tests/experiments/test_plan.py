@@ -15,7 +15,7 @@ from experiments.capacity_traffic import Closed, make_traffic
 from experiments.capacity_trial import Promises, judge
 from experiments.explore import payload
 from experiments.explore_data import load_space
-from experiments.plan import Plan, front_point, make_candidates, make_plan
+from experiments.plan import Plan, front_point, make_candidates, make_plan, servers
 from experiments.plan_bounds import bounds_of, broken
 from experiments.plan_report import flips, plan_json, plan_lines, repository, vllm_command
 from experiments.prices import load_prices
@@ -24,6 +24,7 @@ from sim.deployment import Deployment, build, simulate
 from sim.latency import latencies
 from sim.slo import parse_goodput, parse_slo
 from sim.workload.flags import spec_from_flags
+from tests.sim.worlds import make_workload
 from tokentwin.cli import main
 from tokentwin.commands.plan import answer_plan
 
@@ -134,6 +135,19 @@ def test_leaving_candidates_out_early_does_not_change_the_winner(small: Plan) ->
     assert small.winner.candidate == every.winner.candidate
     assert small.winner.usd_per_hour == min(fleet.usd_per_hour for fleet in every.fleets)
     assert len(every.fleets) + len(every.pruned) == 4
+
+
+def test_servers_of_a_mixture_are_on_their_own_and_their_deployment_says_so() -> None:
+    one = build(Deployment(model="qwen3-30b-a3b", gpu="h200", max_model_len=4096))
+    three = servers(one, 3)
+    sent, prompts, outputs = np.arange(60) * 0.005, [200, 300, 500, 40] * 15, [3, 20, 9] * 20
+    workload = make_workload(sent.tolist(), prompts, outputs)
+    record, again = simulate(workload, three), simulate(workload, Deployment(**three.deployment.model_dump()))
+    assert np.array_equal(record.requests.last_token_s, again.requests.last_token_s)
+    assert three.limits.num_pages == one.limits.num_pages
+    # Each is as if it were alone with every third request.
+    alone = simulate(make_workload(sent[1::3].tolist(), prompts[1::3], outputs[1::3]), one)
+    assert np.array_equal(np.sort(record.requests.last_token_s[1::3]), np.sort(alone.requests.last_token_s))
 
 
 def test_costs_follow_from_gpus_and_prices(small: Plan) -> None:

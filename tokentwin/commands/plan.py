@@ -25,7 +25,7 @@ from experiments.prices import load_prices
 from serving.errors import UsageError
 from serving.policies.base import load_policy
 from sim.deployment import Deployment
-from sim.fleet.build import FLEET_FIELDS
+from sim.fleet.build import FLEET_FIELDS, num_replicas
 from sim.fleet.spec import parse_structured
 from sim.slo import Slo, parse_slo
 from sim.workload import WorkloadSpec
@@ -364,7 +364,7 @@ def fleet_run(fleet: Fleet, answer: PlanAnswer) -> Run:
         "gpu": fleet.built.profile.name,
         "tensor_parallel_size": d.tensor_parallel_size,
         "pipeline_parallel_size": d.pipeline_parallel_size,
-        "data_parallel_size": d.data_parallel_size,
+        "data_parallel_size": num_replicas(d),
     }
     record = replace(fleet.record, meta={**fleet.record.meta, **meta})
     certainty = Certainty(extrapolations=after_run(fleet.built, record))
