@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from experiments.beams import beam_rows, candidate_rows
 from experiments.certainty import bracket, certainty_lines, doubts
 from experiments.drafts import draft_rows
-from experiments.fleet_report import fleet_lines
+from experiments.fleet_report import fleet_lines, limit_words
 from experiments.observed import alert_lines, utilisation_rows
 from experiments.perceived import perceived_rows
 from experiments.results import METRICS
@@ -214,9 +214,10 @@ def _latency(short: str, stats: LatencyStats, formula: str, certainty: Certainty
 
 
 def _engine(record: RunRecord, s: Summary) -> list[Row]:
-    seats, pages = record.max_num_seqs, record.num_pages
+    seats, pages = (limit_words(record, name).replace(",", "") for name in ("max_num_seqs", "num_pages"))
+    idle = "" if " to " in seats else ", idle as 0"
     return [
-        ("Batch occupancy, mean (%):", _num(s.batch_occupancy_mean * 100), f"running / {seats}, idle as 0"),
+        ("Batch occupancy, mean (%):", _num(s.batch_occupancy_mean * 100), f"running / {seats}{idle}"),
         ("Batch occupancy, while busy (%):", _num(s.batch_occupancy_busy * 100), ""),
         ("Batch occupancy, max (%):", _num(s.batch_occupancy_max * 100), ""),
         ("KV occupancy, mean (%):", _num(s.kv_occupancy_mean * 100), f"pages held / {pages}"),

@@ -109,7 +109,7 @@ def fleet_rows(record: RunRecord) -> tuple[list[str], list[list[str]]] | None:
         "GPUs",
         "Ready",
         "Requests",
-        "Prompt tok",
+        "Prefill tok",
         "Output tok",
         "Busy",
         "KV",
@@ -145,6 +145,14 @@ def _cells(share: Share) -> list[str]:
         ttft,
         f"{share.outages}",
     ]
+
+
+def limit_words(record: RunRecord, name: str) -> str:
+    """A limit of each replica such as `max_num_seqs`: `1,024`, or `256 to 1,024` where pools differ in it."""
+    if record.fleet is None:
+        return f"{getattr(record, name):,}"
+    limits = [getattr(pool, name) for pool in record.fleet.pools]
+    return " to ".join(f"{limit:,}" for limit in dict.fromkeys((min(limits), max(limits))))
 
 
 def replicas_over_time(record: RunRecord, at: Any) -> Any:

@@ -12,7 +12,7 @@ from experiments import report_figures as figures
 from experiments.beams import beam_rows, candidate_rows
 from experiments.certainty import THIN_MARK, certainty_lines, doubts, ends_ms, headline_rows
 from experiments.drafts import draft_rows
-from experiments.fleet_report import fleet_rows, replicas_over_time
+from experiments.fleet_report import fleet_rows, limit_words, replicas_over_time
 from experiments.gap_figures import itl_ecdf
 from experiments.observe_figures import observed_panels
 from experiments.page import list_section, page, plot_section, table_section, write_page
@@ -286,8 +286,12 @@ def _engine_table(record: RunRecord, s: Summary) -> str:
         ),
         ["Engine steps", f"{s.num_steps:,}", ""],
         ["Most requests in the system", f"{s.max_in_system:,}", "at one instant"],
-        ["Batch", f"{record.max_num_seqs:,} sequences", f"{record.max_num_batched_tokens:,} tokens a step"],
-        ["KV cache", f"{record.num_pages:,} pages", f"of {record.page_tokens} tokens"],
+        [
+            "Batch",
+            f"{limit_words(record, 'max_num_seqs')} sequences",
+            f"{limit_words(record, 'max_num_batched_tokens')} tokens a step",
+        ],
+        ["KV cache", f"{limit_words(record, 'num_pages')} pages", f"of {record.page_tokens} tokens"],
     ]
     if s.perceived is not None:
         rows += [[name.rstrip(":"), value, note] for name, value, note in perceived_rows(s.perceived)]

@@ -10,11 +10,13 @@ import pytest
 from rich.console import Console
 
 from experiments.console import print_run
+from sim.deployment import Deployment, build, simulate
 from sim.metrics import summarise
 from sim.record import RunRecord, Tenant
 from sim.slo import Goodput, parse_slo
 from sim.verdict import verdict
 from tests.sim.toy_runs import toy_run
+from tests.sim.worlds import make_workload
 
 
 def printed(run: RunRecord, width: int = 200, *, terminal: bool = False) -> str:
@@ -78,6 +80,16 @@ def test_it_fits_80_columns_and_is_plain_off_a_terminal(run: RunRecord, width: i
     assert max(map(len, text.splitlines())) <= min(width, 80)
     assert "\x1b" not in text
     assert "\x1b" in printed(run, terminal=True)
+
+
+def test_limits_in_which_pools_differ_are_a_range() -> None:
+    pools = [{"name": "a", "max_num_seqs": 128}, {"name": "b", "num_gpu_blocks_override": 2001}]
+    fields = {"model": "llama-3.1-8b", "gpu": "h200", "pools": pools, "max_num_seqs": 16}
+    text = printed(
+        simulate(make_workload([0.0, 0.0], [20, 20], [2, 2]), build(Deployment.model_validate(fields))), 80
+    )
+    assert "running / 16 to 128\n" in text
+    assert "pages held / 2000 to " in text
 
 
 def test_an_ascii_terminal_gets_ascii(run: RunRecord) -> None:
