@@ -12,6 +12,7 @@ from serving.errors import UsageError
 from sim.workload import Workload, WorkloadSpec, load_workload
 from sim.workload.arrival_spec import ArrivalSpec
 from sim.workload.flags import scale_rates
+from sim.workload.load import spec_json
 from sim.workload.spec import TRACES, TenantSpec
 from sim.workload.types import ClosedLoop
 
@@ -104,7 +105,7 @@ class Steady:
         if num_requests not in self._bases:
             self._bases[num_requests] = load_workload(self.spec_at(1.0, num_requests), seed=self.seed)
         base = self._bases[num_requests]
-        meta = dict(base.meta)
+        meta = {**base.meta, "spec": spec_json(self.spec_at(load, num_requests))}
         if "request_rate" in meta:
             meta["request_rate"] = load
         return replace(base, sent_s=base.sent_s / load, meta=meta)
@@ -148,7 +149,10 @@ class Replay:
     def workload(self, load: float, num_requests: int) -> Workload:
         if self.base.tenants and (self.base.after >= 0).any():
             return load_workload(scale_rates(self.spec, load), seed=self.seed)
-        return replace(self.base, sent_s=self.base.sent_s / load)
+        meta = {**self.base.meta, "spec": spec_json(scale_rates(self.spec, load))}
+        if any(tenant.arrivals.duration_s is not None for tenant in self.spec.tenants):
+            meta.pop("spec")  # at another speed it lets others in
+        return replace(self.base, sent_s=self.base.sent_s / load, meta=meta)
 
     def with_seed(self, seed: int) -> Replay:
         return self if seed == self.seed else Replay(self.spec, seed)
@@ -172,6 +176,7 @@ class Closed:
         meta = {**workload.meta, "max_concurrency": int(load)}
         if "request_rate" in meta:
             meta["request_rate"] = "inf"
+        meta.pop("spec", None)  # says a rate
         at_once = np.where(workload.after >= 0, workload.sent_s, 0.0)
         return replace(workload, sent_s=at_once, closed_loop=ClosedLoop(int(load)), meta=meta)
 

@@ -162,8 +162,14 @@ def _meta(spec: WorkloadSpec, seed: int, loaded: list[TenantRequests]) -> dict[s
     meta["tenants"] = [
         {"name": t.name, "dataset": t.dataset.name, **requests.meta} for t, requests in tenants
     ]
-    meta["spec"] = _json(spec.model_dump(mode="json"))
+    meta["spec"] = spec_json(spec)
     return meta
+
+
+def spec_json(spec: WorkloadSpec) -> dict[str, Any]:
+    """A workload's description as its `meta` has it under "spec": with a seed it makes the workload again."""
+    content: dict[str, Any] = _json(spec.model_dump(mode="json"))
+    return content
 
 
 def _json(value: Any) -> Any:

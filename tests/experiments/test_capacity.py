@@ -18,6 +18,7 @@ from sim.deployment import Built, Deployment, build, simulate
 from sim.record import Floats
 from sim.saturation import Load
 from sim.slo import parse_goodput, parse_slo
+from sim.workload import WorkloadSpec, load_workload
 from sim.workload.flags import spec_from_flags
 from tokentwin.cli import main
 
@@ -171,6 +172,24 @@ def test_a_trace_is_sped_up_as_a_whole(tmp_path: Path, counter: Built) -> None:
     assert found.variable == "rate_scale"
     assert found.load == pytest.approx(5.0, rel=0.02)
     assert found.requests_per_s == pytest.approx(10.0, rel=0.02)
+
+
+@pytest.mark.parametrize("load", [0.5, 37.0])
+def test_what_a_run_says_of_its_traffic_makes_that_traffic_again(tmp_path: Path, load: float) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 500 * i, "input_length": 20 + i, "output_length": 4, "hash_ids": [i]} for i in range(40)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    generated = {"dataset_name": "random", "input_len": 60, "output_len": 8, "random_range_ratio": "0.5"}
+    for flags in (generated, {"dataset_name": "mooncake", "dataset_path": str(path)}):
+        traffic = make_traffic(spec_from_flags(flags))
+        workload = traffic.workload(load, 40)
+        again = load_workload(WorkloadSpec.model_validate(workload.meta["spec"]), seed=0)
+        assert again.sent_s == pytest.approx(workload.sent_s, rel=1e-12)
+        assert (again.prompt_tokens == workload.prompt_tokens).all()
+    users = make_traffic(spec_from_flags(generated), variable="max_concurrency").workload(3, 40)
+    assert "spec" not in users.meta
 
 
 def test_goodput_counts_requests_that_keep_all_their_limits(counter: Built) -> None:
