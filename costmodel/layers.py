@@ -235,6 +235,14 @@ class LinearLayers:
                 continue
             outside = kernel.outside_hull(n=(gemm.n, gemm.n), k=(gemm.k, gemm.k), m=(1, most_tokens))
             found += [f"{gemm.name} ({line})" for line in outside]
+        for name, kernel, ranks in (
+            ("all_reduce", self._all_reduce, tp),
+            ("expert_exchange", self._exchanged, self._dp),
+        ):
+            if ranks > 1 and kernel.fit is not None and kernel.fit.fitted:
+                found += [
+                    line.replace("all_reduce", name) for line in kernel.outside_hull(num_gpus=(ranks, ranks))
+                ]
         return found
 
 

@@ -87,6 +87,22 @@ def test_pools_alike_say_a_line_once_with_its_share_of_all_steps() -> None:
         assert line.steps == pytest.approx(behind / len(run.steps))
 
 
+def test_more_ranks_than_collectives_were_measured_over_are_named() -> None:
+    known = ("all_reduce", "expert_exchange")
+    for changes, said in (
+        ({"gpu": "h200", "model": "qwen3-32b", "tensor_parallel_size": 8}, []),
+        (
+            {"gpu": "h200", "model": "qwen3-32b", "tensor_parallel_size": 16},
+            ["all_reduce: num_gpus 16 outside the measured 2 to 8"],
+        ),
+        (
+            {"gpu": "rtxpro6000", "model": "qwen3-30b-a3b", "data_parallel_size": 16},
+            ["expert_exchange: num_gpus 16 outside the measured 2 to 8"],
+        ),
+    ):
+        assert [line.words for line in before_run(built(**changes)) if line.words.startswith(known)] == said
+
+
 def test_one_value_outside_the_hull_is_said_once() -> None:
     words = [line.words for line in before_run(built(gpu="h200", model="qwen2.5-0.5b"))]
     assert any("gemm: n 151936 outside the measured" in line for line in words)
