@@ -84,7 +84,7 @@ class Deployment(BaseModel):
     collective_overlap: float = Field(default=0.0, ge=0, le=1)
     """Tensor parallelism: share of a layer's all-reduces that hides behind its other work; 0 is as vLLM was measured."""
     enable_expert_parallel: bool = False
-    """Mixture of experts: whole experts on each tensor-parallel rank instead of a slice of all."""
+    """Mixture of experts: whole experts on each device instead of a slice of all."""
     expert_load_imbalance: float = Field(default=1.0, ge=1)
     """Mixture of experts: tokens of the busiest expert over the mean; 1 is uniform routing."""
     data_parallel_size: int = Field(default=1, ge=1, le=MAX_REPLICAS)
