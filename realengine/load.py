@@ -49,6 +49,8 @@ def find_model(model: str | Path, load_format: str = "auto") -> Source:
     """
     if load_format not in LOAD_FORMATS:
         raise UsageError(f"--load-format {load_format!r}; use one of {', '.join(LOAD_FORMATS)}")
+    if not str(model):
+        raise UsageError("--model is empty; name a Hugging Face folder or a GGUF file")
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         from realengine.gguf_file import read_gguf

@@ -197,6 +197,8 @@ def test_models_that_would_come_out_wrong_are_refused(change: dict[str, Any], me
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--model is empty"):
+        find_model("")
     with pytest.raises(UsageError, match="neither a Hugging Face folder nor a GGUF file"):
         find_model(tmp_path / "nowhere")
     with pytest.raises(UsageError, match=r"there is no config\.json in it"):
