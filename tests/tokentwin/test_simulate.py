@@ -167,7 +167,7 @@ def test_seeds_differ(tokentwin: Command) -> None:
 @pytest.mark.parametrize("policy", ["chunked", "continuous", "static"])
 def test_the_sample_workload_runs_under_every_policy(tokentwin: Command, policy: str) -> None:
     answer = tokentwin(
-        *("simulate", "--model", "llama-3.1-8b", "--dataset-name", "sample", "--num-prompts", "300"),
+        *("simulate", "--model", "llama-3.1-8b", "--dataset-name", "sample"),
         *("--policy", policy, "--replications", "2"),
     )
     assert answer.code == 0

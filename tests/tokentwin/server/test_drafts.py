@@ -43,7 +43,7 @@ def test_an_engine_that_drafts_serves_the_same_text_in_fewer_events() -> None:
     with serving_engine(async_scheduling=False, speculative=draft, draft=tiny_model()) as server:
         found = stream(server)
         assert text(found) == text(expected)
-        assert len(found) < len(expected) / 2
+        assert len(found) < 30 / 3  # of steps that gave five tokens; a slow reader makes fewer still
         assert counter(server, "num_accepted_tokens") > 0.9 * counter(server, "num_draft_tokens") > 0
         assert counter(server, "num_accepted_tokens_per_pos") == counter(server, "num_accepted_tokens")
         whole = stream(server, logprobs=1)
