@@ -24,7 +24,7 @@ from sim.deployment import simulate
 from sim.wire import Stream
 from tests.sim.worlds import make_workload
 from tests.tokentwin.server.harness import idle, twin
-from tests.tokentwin.server.test_twin_backend import Told, at, requests
+from tests.tokentwin.server.test_twin_backend import Told, at, before_time, requests
 from tokentwin.server.backend import Delta, Failed, Generation, GenerationRequest
 from tokentwin.server.engine import EngineBackend
 from tokentwin.server.mailbox import Mailbox, Slices
@@ -208,11 +208,11 @@ async def follow(backend: Any, generation: Generation) -> dict[int, Groups]:
 def served(backend: Any, asked: Sequence[GenerationRequest], gap_s: float) -> list[dict[int, Groups]]:
     async def main() -> list[dict[int, Groups]]:
         await backend.start(Told())
-        backend._origin_s += 0.3
         tasks = []
-        for place, request in enumerate(asked):
-            with at(backend, 0.1 + place * gap_s):
-                tasks.append(asyncio.ensure_future(follow(backend, backend.submit(request))))
+        with before_time(backend):
+            for place, request in enumerate(asked):
+                with at(backend, 0.1 + place * gap_s):
+                    tasks.append(asyncio.ensure_future(follow(backend, backend.submit(request))))
         sent = await asyncio.gather(*tasks)
         assert idle(backend)
         await backend.stop()
@@ -279,8 +279,7 @@ def read_out(options: dict[str, float], **sampling: Any) -> tuple[str, float]:
 
     async def main() -> tuple[str, float]:
         await backend.start(Told())
-        backend._origin_s += 0.3
-        with at(backend, 0.1):
+        with before_time(backend), at(backend, 0.1):
             generation = backend.submit(requests([(100, 64)], **sampling)[0])
         text = ""
         async for delta in generation:
