@@ -8,6 +8,7 @@ float32, and shapes that PyTorch's products lack, always go by blocks; so does f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ _TILE = 64
 """Channels that PyTorch's int4 packing lays side by side on CPUs with AVX-512."""
 
 
-class _Blocked:
+class _Blocked(ABC):
     """A product by blocks of dequantised channels; `blocks` yields (first channel, dense weights [channels, K])."""
 
     def __init__(self, channels: int, inputs: int, bias: Tensor | None, order: Tensor | None = None) -> None:
@@ -35,8 +36,9 @@ class _Blocked:
         """Channels that are dequantised at a time."""
         self._bias, self._order = bias, order
 
+    @abstractmethod
     def blocks(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        raise NotImplementedError
+        """First channel and dense weights of each block."""
 
     def few(self, x: Tensor) -> Tensor | None:
         """The product where there is a faster way; None where there is not."""

@@ -138,6 +138,16 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
         )
         by_itself = ops.attention(alone, group * KV_HEADS, KV_HEADS)(qkv[one], cache, None)
         assert torch.equal(by_itself, together[one])
+    x, residual, weight = qkv[:, :48].contiguous(), qkv[:, 48:96].contiguous(), 1 + qkv[0, :48].abs()
+    normed, summed = ops.add_norm(x, residual, weight, 1e-5)
+    gated = ops.silu_mul(x)
+    for row in range(len(CONTEXTS)):
+        one = slice(row, row + 1)
+        for mine, among in zip(
+            ops.add_norm(x[one], residual[one], weight, 1e-5), (normed, summed), strict=True
+        ):
+            assert torch.equal(mine, among[one])
+        assert torch.equal(ops.silu_mul(x[one]), gated[one])
 
 
 @pytest.mark.parametrize("rows", [1, 33])
