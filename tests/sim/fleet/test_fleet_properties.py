@@ -97,40 +97,36 @@ def run_both_ways(workload: Workload, *pools: PoolPlan, **plan: Any) -> RunRecor
     return fast
 
 
-@settings(max_examples=120, deadline=None)
-@given(
-    workloads(),
-    configs(),
-    st.sampled_from([one_pool, two_pools, apart]),
-    st.sampled_from(sorted(router_names())),
-    autoscalers(),
-    failures(),
-    st.sampled_from([0.0, 0.07, 0.4]),
-    st.integers(0, 3),
-)
-def test_no_request_is_lost_and_fast_forward_changes_nothing(
-    workload: Workload,
-    config: SchedulerConfig,
-    shape: Any,
-    router: str,
-    scaler: Autoscaler | None,
-    broken: Failures | None,
-    cold_start_s: float,
-    seed: int,
-) -> None:
-    record = run_both_ways(
-        workload,
-        *shape(config, scaler, cold_start_s),
-        router=router,
-        failures=broken,
-        seed=seed,
-        kv_transfer=KvTransfer(bandwidth_gb_per_s=1.0),
-    )
+@st.composite
+def fleets(draw: st.DrawFn) -> tuple[tuple[PoolPlan, ...], dict[str, Any]]:
+    """Pools of any shape, and what routes, scales and breaks them."""
+    shape = draw(st.sampled_from([one_pool, two_pools, apart]))
+    pools = shape(draw(configs()), draw(autoscalers()), draw(st.sampled_from([0.0, 0.07, 0.4])))
+    plan = {
+        "router": draw(st.sampled_from(sorted(router_names()))),
+        "failures": draw(failures()),
+        "seed": draw(st.integers(0, 3)),
+        "kv_transfer": KvTransfer(bandwidth_gb_per_s=1.0),
+    }
+    return pools, plan
+
+
+def check_ended(record: RunRecord, workload: Workload, broken: Failures | None) -> None:
+    """Every request has an end, and none fails where nothing does."""
     assert len(record.requests) == len(workload)
     assert not (record.requests.status == Status.UNFINISHED).any()
     if broken is None:
         assert not (record.requests.status == Status.FAILED).any()
         assert not fleet_of(record).retries.any()
+
+
+@settings(max_examples=120, deadline=None)
+@given(workloads(), fleets())
+def test_no_request_is_lost_and_fast_forward_changes_nothing(
+    workload: Workload, fleet: tuple[tuple[PoolPlan, ...], dict[str, Any]]
+) -> None:
+    pools, plan = fleet
+    check_ended(run_both_ways(workload, *pools, **plan), workload, plan["failures"])
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,7 +19,7 @@ from sim.record import RunRecord, Status
 from sim.router import router_names
 from sim.workload.types import Workload
 from sim.world import run_world
-from tests.sim.fleet.test_fleet_properties import apart, autoscalers, failures, one_pool, two_pools
+from tests.sim.fleet.test_fleet_properties import check_ended, fleets
 from tests.sim.fleet.worlds import fleet_of, pool, run_fleet
 from tests.sim.test_beam import computed_by_formula, loads, searching
 from tests.sim.test_best_of import sampling
@@ -133,39 +133,14 @@ def test_a_fleet_without_events_is_the_plain_run(router: str) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    mixed(),
-    configs(),
-    st.sampled_from([one_pool, two_pools, apart]),
-    st.sampled_from(sorted(router_names())),
-    autoscalers(),
-    failures(),
-    st.sampled_from([0.0, 0.07, 0.4]),
-    st.integers(0, 3),
-)
+@given(mixed(), fleets())
 def test_no_search_is_lost_and_fast_forward_changes_nothing(
-    workload: Workload,
-    config: SchedulerConfig,
-    shape: Any,
-    router: str,
-    scaler: Autoscaler | None,
-    broken: Failures | None,
-    cold_start_s: float,
-    seed: int,
+    workload: Workload, fleet: tuple[tuple[PoolPlan, ...], dict[str, Any]]
 ) -> None:
-    record = run_both_ways(
-        workload,
-        *shape(config, scaler, cold_start_s),
-        router=router,
-        failures=broken,
-        seed=seed,
-        kv_transfer=KvTransfer(bandwidth_gb_per_s=1.0),
-    )
-    assert len(record.requests) == len(workload)
-    assert not (record.requests.status == Status.UNFINISHED).any()
-    if broken is None:
-        assert not (record.requests.status == Status.FAILED).any()
-        assert not fleet_of(record).retries.any()
+    pools, plan = fleet
+    record = run_both_ways(workload, *pools, **plan)
+    check_ended(record, workload, plan["failures"])
+    if plan["failures"] is None:
         check_counts(record, workload)
 
 
