@@ -17,7 +17,7 @@ from sim.intervals import Difference, Draw, Figures, Replicated, compare, gather
 from sim.latency import DEFAULT_PERCENTILES, LatencyStats
 from sim.metrics import Summary, summarise
 from sim.record import RunRecord
-from sim.replications import SHARES, deployment_spread, figures, is_drawn, run_draws, simulate_draw
+from sim.replications import SHARES, deployment_spread, figures, is_drawn, ladders, run_draws, simulate_draw
 from sim.slo import Goodput, Slo
 from sim.workload import Workload, WorkloadSpec, load_workload
 
@@ -345,4 +345,4 @@ def _replicated(
 
     draws = plan_draws(spread, seed=question.seed, replications=count, resample=is_drawn(question.workload))
     results = [all_figures(nominal, devices), *run_draws(evaluate, draws[1:], progress=progress)]
-    return gather(spread, draws, results, shares=_SHARES)
+    return gather(spread, draws, results, shares=_SHARES, ladders=ladders(results[0]))

@@ -10,6 +10,11 @@ For a figure y, on the log scale where it is a positive quantity:
 - N replications draw everything anew; what first order does not explain of them has mean m and deviation s;
 - the 95 % interval is y + m ± sqrt(1.96²·Σ d_k² + t²·s²·(1 + 1/N)), t with N − 1 degrees of freedom.
 
+Effects add up only while a figure moves smoothly. A percentile where two populations meet (fast and slow replicas) jumps
+by the whole distance between them: one run tells a slope that is none, and factors and replications multiply the
+distance. But percentiles are monotone: P50 cannot lie above what bounds P75. So an end is the tightest of those of
+every percentile on its side of the same distribution (a ladder), each of which bounds this one too.
+
 It is a prediction interval: the next run under the same traffic lies in it, not merely the mean of many.
 """
 
@@ -17,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -90,13 +95,31 @@ class Replicated:
     draws: tuple[Draw, ...]
     shares: frozenset[str] = frozenset()
     """Names of figures that lie in 0 to 1."""
+    ladders: tuple[tuple[str, ...], ...] = ()
+    """Names of percentiles of one distribution each, in ascending order: no figure exceeds the next."""
 
     def names(self) -> tuple[str, ...]:
-        """Figures that have an interval."""
-        return tuple(name for name in self.nominal if self.interval(name) is not None)
+        """Figures that have an interval, without those that only bound others (`_p10_ttft`)."""
+        return tuple(
+            name for name in self.nominal if not name.startswith("_") and self.parts(name) is not None
+        )
 
     def interval(self, name: str) -> Interval | None:
         """The figure's interval; None without replications, or where a run did not have the figure."""
+        own, ladder = self._own(name), self.ladder(name)
+        if own is None or not ladder:
+            return own
+        at = ladder.index(name)
+        low = max(bound.low for rung in ladder[: at + 1] if (bound := self._own(rung)) is not None)
+        high = min(bound.high for rung in ladder[at:] if (bound := self._own(rung)) is not None)
+        return replace(own, low=min(low, own.value), high=max(high, own.value))
+
+    def ladder(self, name: str) -> tuple[str, ...]:
+        """Percentiles of the distribution that the figure is one of; empty where it is none."""
+        return next((ladder for ladder in self.ladders if name in ladder), ())
+
+    def _own(self, name: str) -> Interval | None:
+        """The interval of a figure by itself."""
         parts = self.parts(name)
         if parts is None:
             return None
@@ -194,7 +217,12 @@ def _seed(seed: int, index: int, purpose: int) -> int:
 
 
 def gather(
-    spread: Spread, draws: Sequence[Draw], results: Sequence[Figures], *, shares: Iterable[str] = ()
+    spread: Spread,
+    draws: Sequence[Draw],
+    results: Sequence[Figures],
+    *,
+    shares: Iterable[str] = (),
+    ladders: Iterable[Sequence[str]] = (),
 ) -> Replicated:
     """Put the figures of `plan_draws`'s worlds, in its order, together."""
     keys = tuple(spread.scale()) if len(draws) > 1 else ()
@@ -207,6 +235,7 @@ def gather(
         replicas=tuple(results[first:]),
         draws=tuple(draws[first:]),
         shares=frozenset(shares),
+        ladders=tuple(tuple(ladder) for ladder in ladders),
     )
 
 
@@ -218,10 +247,11 @@ def measure(
     replications: int,
     resample: bool = True,
     shares: Iterable[str] = (),
+    ladders: Iterable[Sequence[str]] = (),
 ) -> Replicated:
     """Figures of `evaluate` with intervals. It must depend on its draw alone."""
     draws = plan_draws(spread, seed=seed, replications=replications, resample=resample)
-    return gather(spread, draws, [evaluate(draw) for draw in draws], shares=shares)
+    return gather(spread, draws, [evaluate(draw) for draw in draws], shares=shares, ladders=ladders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +284,13 @@ class Difference:
 def compare(a: Replicated, b: Replicated) -> dict[str, Difference]:
     """Paired differences of the figures that both have, in the figures' own units.
 
-    On the log scale the interval is of the ratio, and its ends are turned into differences from A's value. Both must
-    come from the same seed and number of replications.
+    On the log scale the interval is of the ratio, and its ends are turned into differences from A's value. A difference
+    of percentiles cannot leave what their own intervals allow. Both must come from the same seed and number of
+    replications.
     """
     out: dict[str, Difference] = {}
     for name in a.nominal:
-        if name not in b.nominal:
+        if name not in b.nominal or name.startswith("_"):
             continue
         scale: Scale = "log" if a.scale(name) == b.scale(name) == "log" else "linear"
         first, second = a.parts(name, scale), b.parts(name, scale)
@@ -271,6 +302,11 @@ def compare(a: Replicated, b: Replicated) -> dict[str, Difference]:
         change = _to(scale, after) - _to(scale, before)
         ends = [_back(scale, _to(scale, before) + change + end) - before for end in (low, high)]
         value = after - before
+        if a.ladder(name) and b.ladder(name):
+            one, other = a.interval(name), b.interval(name)
+            assert one is not None
+            assert other is not None
+            ends = [max(min(ends), other.low - one.high), min(max(ends), other.high - one.low)]
         out[name] = Difference(before, after, min(*ends, value), max(*ends, value), *parts.sources())
     return out
 

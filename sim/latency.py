@@ -18,6 +18,8 @@ from sim.record import Floats, Ints, RunRecord, Status
 Bools = npt.NDArray[np.bool_]
 
 DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+RUNGS = (0.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 100.0)
+"""Percentiles that bound the intervals of those between them (`sim.intervals`)."""
 STAGES = (
     "blocked",
     "network",
@@ -143,6 +145,8 @@ class LatencyStats:
     max_s: float
     percentiles_s: tuple[tuple[float, float], ...]
     """(percentile, value), with numpy's linear interpolation."""
+    rungs_s: tuple[tuple[float, float], ...] = ()
+    """(percentile, value) at `RUNGS`."""
 
     def at(self, percentile: float) -> float:
         """The value at a percentile that was asked for; KeyError otherwise."""
@@ -151,13 +155,21 @@ class LatencyStats:
 
 def percentile_s(pool: Pooled, percentile: float) -> float:
     """Linear percentile of a multiset, as `numpy.percentile` gives; infinities are allowed."""
-    if not pool.size:
-        return math.nan
-    position = (pool.size - 1) * (percentile / 100)
-    low = math.floor(position)
+    return percentiles_s(pool, (percentile,))[0]
+
+
+def percentiles_s(pool: Pooled, percentiles: Sequence[float]) -> list[float]:
+    """`percentile_s` of several."""
     upto = np.cumsum(pool.counts)
-    a, b = (float(pool.values_s[np.searchsorted(upto, k, side="right")]) for k in (low, math.ceil(position)))
-    return a if a == b or position == low else a + (b - a) * (position - low)
+    if not len(upto) or not upto[-1]:
+        return [math.nan] * len(percentiles)
+    positions = [(int(upto[-1]) - 1) * (p / 100) for p in percentiles]
+    ranks = [rank for at in positions for rank in (math.floor(at), math.ceil(at))]
+    ends = iter(pool.values_s[np.searchsorted(upto, ranks, side="right")].tolist())
+    return [
+        a if a == b or at == int(at) else a + (b - a) * (at - int(at))
+        for at, a, b in zip(positions, ends, ends, strict=True)
+    ]
 
 
 def latency_stats(pool: Pooled, percentiles: Sequence[float] = DEFAULT_PERCENTILES) -> LatencyStats:
@@ -168,9 +180,16 @@ def latency_stats(pool: Pooled, percentiles: Sequence[float] = DEFAULT_PERCENTIL
         return LatencyStats(0, nan, nan, nan, nan, tuple((p, nan) for p in percentiles))
     mean_s = float(np.dot(pool.values_s, pool.counts) / size)
     variance = float(np.dot((pool.values_s - mean_s) ** 2, pool.counts) / size)
-    points = tuple((float(p), percentile_s(pool, p)) for p in percentiles)
+    median_s, *values_s = percentiles_s(pool, (50.0, *percentiles, *RUNGS))
+    shown, rungs = values_s[: len(percentiles)], values_s[len(percentiles) :]
     return LatencyStats(
-        size, mean_s, percentile_s(pool, 50), math.sqrt(variance), float(pool.values_s[-1]), points
+        size,
+        mean_s,
+        median_s,
+        math.sqrt(variance),
+        float(pool.values_s[-1]),
+        tuple(zip(map(float, percentiles), shown, strict=True)),
+        tuple(zip(RUNGS, rungs, strict=True)),
     )
 
 

@@ -7,11 +7,12 @@ or arrival times) is drawn anew; a trace that is sent at its own times is kept: 
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
@@ -36,18 +37,32 @@ Evaluate = Callable[[Draw], Figures]
 
 
 def figures(summary: Summary) -> dict[str, float]:
-    """What gets an interval, by name: `p95_ttft` and the like in seconds, rates per second, shares in 0 to 1."""
+    """What gets an interval, by name: `p95_ttft` and the like in seconds, rates per second, shares in 0 to 1.
+
+    Names that begin with `_` are percentiles that only bound the others (`ladders`).
+    """
     out: dict[str, float] = {}
     for metric in METRICS:
         stats: LatencyStats = getattr(summary, metric)
         out |= {f"mean_{metric}": stats.mean_s, f"median_{metric}": stats.median_s}
         out |= {f"p{p:g}_{metric}": value_s for p, value_s in stats.percentiles_s}
+        out |= {f"_p{p:g}_{metric}": value_s for p, value_s in stats.rungs_s}
     for name in (*RATES, *SHARES):
         value = getattr(summary, name)
         if value is not None:
             out[name] = value
     out |= {f"slo_{outcome.slo.name}": outcome.value_s for outcome in summary.slos}
     return out
+
+
+def ladders(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Of `figures`, the names of each latency's percentiles in ascending order."""
+    found: dict[str, list[tuple[float, str]]] = {metric: [] for metric in METRICS}
+    for name in names:
+        statistic, _, metric = name.removeprefix("_").partition("_")
+        if metric in METRICS and (percentile := Slo(statistic, metric, math.inf).percentile) is not None:
+            found[metric].append((percentile, name))
+    return tuple(tuple(name for _, name in sorted(rungs)) for rungs in found.values())
 
 
 def deployment_spread(built: Built) -> Spread:
@@ -152,7 +167,7 @@ def replicate(
     draws = plan_draws(spread, seed=seed, replications=replications, resample=is_drawn(workload))
     known = [] if nominal is None else [figures(nominal)]
     results = known + run_draws(evaluate, draws[len(known) :], jobs=jobs, progress=progress)
-    return gather(spread, draws, results, shares=SHARES)
+    return gather(spread, draws, results, shares=SHARES, ladders=ladders(results[0]))
 
 
 _evaluate: Evaluate | None = None
