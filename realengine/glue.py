@@ -20,7 +20,7 @@ from realengine.ops_torch import PlainCache, TorchAttention, TorchOps
 
 if TYPE_CHECKING:
     from realengine.models import HeadNorms
-    from realengine.ops import Attend
+    from realengine.ops import Attend, Linear, Weight
 
 _ONE_THREAD = 2**15
 """Numbers up to which PyTorch's elementwise operators stay on one thread."""
@@ -60,6 +60,17 @@ class CompiledOps(TorchOps):
         super().__init__(cos, sin, dtype)
         self._kernels = kernels
         self._norm, self._silu = kernels.add_norm(dtype.itemsize), kernels.silu_mul(dtype.itemsize)
+        from realengine.few_rows import MOST_ROWS, few_rows
+
+        self._few_rows, self._most_rows = few_rows, MOST_ROWS
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        many = super().linear(weight, bias)
+        few = self._few_rows(weight, bias) if isinstance(weight, Tensor) else None
+        if few is None:
+            return many
+        most = self._most_rows
+        return lambda x: few(x) if 0 < len(x) <= most else many(x)
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

@@ -20,7 +20,7 @@ from realengine.ops_torch import TorchAttention, TorchOps
 PAGE = 16
 POSITIONS = 64
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
-"""bfloat16 has 8 bits: rounding to nearest moves a number by at most 2**-9 of itself, and the result is rounded once."""
+"""bfloat16 has 8 bits: rounding to nearest moves a number by at most 2**-8 of itself, and the result is rounded once."""
 SHAPES = [(64, 3, torch.float32), (64, 3, torch.bfloat16), (80, 2, torch.float32), (96, 1, torch.bfloat16),
           (128, 4, torch.bfloat16)]  # fmt: skip
 CONTEXTS = [1, PAGE - 1, PAGE, PAGE + 1, 37, 3 * PAGE]
