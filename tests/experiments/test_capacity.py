@@ -121,7 +121,7 @@ def test_the_start_of_the_search_does_not_matter(counter: Built) -> None:
 
 
 def test_the_same_seed_gives_the_same_answer(server: Built) -> None:
-    flags = {"input_len": 512, "output_len": 32}
+    flags = {"input_len": 512, "output_len": 8}
     one, two = (
         capacity_json(find(server, ["p95_ttft:200"], flags=flags, full=512, replications=2, jobs=1), server)
         for _ in range(2)
