@@ -44,7 +44,7 @@ if [[ $DEVICE == cpu ]]; then
   SIZE=(--max-num-seqs 4 --max-num-batched-tokens 64 --max-model-len 128)
   TRAFFIC=(--num-prompts 8 --random-input-len 24 --random-output-len 8 --random-prefix-len 16)
   CROWD=(--requests 4 --prompt-tokens 16 --new-tokens 8)
-  BUDGET=5s QUANT_BUDGET=4 LOADS=0.5,0.8
+  BUDGET=3s QUANT_BUDGET=2 LOADS=0.5,0.8
 else
   MODEL=${MODEL:-llama-3.1-8b}
   SIZE=(--max-num-seqs 64 --max-num-batched-tokens 2048 --max-model-len 4096)
