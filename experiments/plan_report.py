@@ -25,6 +25,7 @@ WHY_WORDS = {
     "replicas": "need too many replicas (simulated)",
     "gpus": "need more GPUs than are allowed",
 }
+SINGULAR = {"do": "does", "need": "needs", "miss": "misses"}
 HUGGING_FACE = {
     "llama-2": "meta-llama/Llama-2-{}-hf",
     "llama-3": "meta-llama/Meta-Llama-3-{}-Instruct",
@@ -327,7 +328,11 @@ def _pruned_lines(plan: Plan, *, all_reasons: bool = False) -> list[str]:
     lines = []
     for why, count in Counter(p.why for p in plan.pruned).most_common():
         some = [p for p in plan.pruned if p.why == why]
-        lines.append(f"{count:>4} {WHY_WORDS[why]}")
+        words = WHY_WORDS[why]
+        if count == 1:
+            verb, rest = words.split(" ", 1)
+            words = f"{SINGULAR.get(verb, verb)} {rest}"
+        lines.append(f"{count:>4} {words}")
         for p in some if all_reasons and len(some) < 9 else some[:1]:
             lines += textwrap.wrap(
                 f"{label(p.candidate.deployment)}: {p.reason}",

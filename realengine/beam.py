@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from realengine.complete import Completion, complete
 from realengine.engine import Engine
-from realengine.generation import MAX_BEAM_WIDTH, Sampling, one_token
-from serving.beams import Beams, Hypothesis, mean_logprob
+from realengine.generation import Sampling, one_token
+from serving.beams import MAX_BEAM_WIDTH, Beams, Hypothesis, mean_logprob
 from serving.errors import UsageError
 
 

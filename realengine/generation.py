@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from serving.beams import MAX_BEAM_WIDTH
 from serving.errors import UsageError
 
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
+MAX_LOGPROBS = 2 * MAX_BEAM_WIDTH
 """A beam looks at twice as many tokens behind each hypothesis as it keeps."""
+MAX_STOP_STRINGS = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from serving.errors import UsageError
 
+MAX_BEAM_WIDTH = 10
+"""Hypotheses of a search at most, in engine, twin and server: half of the log-probabilities that the engine gives."""
 Likeliest = Sequence[tuple[int, float]]
 """(token, log-probability) of the likeliest tokens behind one hypothesis, best first."""
 

@@ -290,7 +290,7 @@ def build(deployment: Deployment) -> Built:
         seqs = seats
     check_recent(d)
     warnings += check_parallel(d, model)
-    profile, unlike = of_engine(d, profile)
+    profile, unlike = of_engine(d, profile, sharing)
     warnings += unlike
     memory = plan_memory(
         model,

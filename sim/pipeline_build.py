@@ -67,12 +67,17 @@ def reducing(d: Deployment) -> int:
     return max(d.tensor_parallel_size, min(d.pipeline_parallel_size, 2))
 
 
-def of_engine(d: Deployment, profile: DeviceProfile) -> tuple[DeviceProfile, list[str]]:
-    """The profile for the deployment's engine version, and warnings where that says nothing or something else."""
+def of_engine(d: Deployment, profile: DeviceProfile, sharing: int = 1) -> tuple[DeviceProfile, list[str]]:
+    """The profile for the deployment's engine version, and warnings where that says nothing or something else.
+
+    `sharing` replicas share their experts; a profile without prices of that exchange takes an all-reduce's for it.
+    """
     if (version := d.engine_version) is None:
         return profile, []
     option = f"--engine-version {version}"
-    if (num_gpus := reducing(d)) == 1:
+    instead = sharing > 1 and profile.expert_exchange is None and profile.all_reduce is not None
+    num_gpus = sharing if reducing(d) == 1 and instead else reducing(d)
+    if num_gpus == 1:
         return profile, [
             f"{option} has no effect: all-reduces are priced by it, and one GPU a replica has none"
         ]
@@ -85,6 +90,11 @@ def of_engine(d: Deployment, profile: DeviceProfile) -> tuple[DeviceProfile, lis
             f"{option}: all-reduces are those of {chosen.all_reduce_version}, the oldest version that was measured over "
             f"so many {profile.name}"
         )
+    if instead:
+        warnings.append(
+            f"{option}: {profile.name} has no expert_exchange, so that what replicas which share experts exchange is "
+            f"priced as an all-reduce of {chosen.all_reduce_version}; calibrate one to have its own price"
+        )
     return chosen, warnings
 
 
@@ -93,9 +103,16 @@ def collectives(built: Built) -> dict[str, str]:
     sources = dict.fromkeys(
         b.profile.all_reduce.source
         for b in built.pools or (built,)
-        if b.deployment.engine_version and reducing(b.deployment) > 1 and b.profile.all_reduce
+        if b.deployment.engine_version
+        and (reducing(b.deployment) > 1 or _instead(b))
+        and b.profile.all_reduce
     )
     return {"all_reduce": "; ".join(sources)} if sources else {}
+
+
+def _instead(built: Built) -> bool:
+    """Whether all-reduces stand for what replicas that share experts exchange."""
+    return sharing_replicas(built.deployment, built.model) > 1 and built.profile.expert_exchange is None
 
 
 def make_pricer(

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_origin
 
 from serving.errors import UsageError, nearest
 
@@ -81,7 +81,7 @@ def _parameter(flag: Flag) -> inspect.Parameter:
         consume_multiple=1 if flag.several else None,
         negative=None if flag.negative else (),
         negative_iterable=(),
-        converter=_whole if flag.kind in (int, int | None) else _path if flag.kind is Path else None,
+        converter=_whole if flag.kind in (int, int | None) else as_path if flag.kind is Path else None,
     )
     annotation: Any = Annotated[flag.kind | None, how]
     return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -96,11 +96,13 @@ def _whole(kind: Any, tokens: Any) -> int:
         raise ValueError(f"must be a whole number, got {value!r}") from None
 
 
-def _path(kind: Any, tokens: Any) -> Path:
-    """A path; an empty one would be the current folder, and comes of a variable of the shell that is not set."""
-    if not tokens[0].value:
-        raise ValueError(NO_PATH)
-    return Path(tokens[0].value)
+def as_path(kind: Any, tokens: Any) -> Path | list[Path]:
+    """A path or a list; an empty one would be the current folder, and comes of a shell variable that is not set."""
+    for token in tokens:
+        if not token.value:
+            raise ValueError(NO_PATH if token.keyword else f"an argument {NO_PATH}")
+    paths = [Path(token.value) for token in tokens]
+    return paths if get_origin(kind) is list else paths[0]
 
 
 def _columns(console: Any, options: Any, entries: Any) -> Any:

@@ -79,9 +79,10 @@ def make_job(
         raise UsageError("--fail-on-slo has no effect without --slo; add one such as --slo p95_ttft:500")
     percentiles = parse_percentiles(given.get("metric_percentiles"))
     planned = make_deployment(given, deployment)
-    if most_replicas(planned) == 1 and given.get("router", "round_robin") != "round_robin":
-        raise UsageError("--router has no effect on one replica; set --data-parallel-size 2 or more")
     built = builder(planned)
+    if most_replicas(planned) == 1 and given.get("router", "round_robin") != "round_robin":
+        fix = "give the pool 2 or more replicas" if planned.pools else "set --data-parallel-size 2 or more"
+        raise UsageError(f"--router has no effect on one replica; {fix}")
     replications = given.get("replications")
     if replications is not None and replications < 1:
         raise UsageError(f"--replications must be at least 1 (no intervals), got {replications}")

@@ -33,7 +33,7 @@ from sim.record import Ints, RequestTable, RunRecord, Status, StepTable, TokenRa
 from sim.verdict import Verdict
 from sim.workload import Workload
 from sim.world import Progress
-from tokentwin.replay_beams import BestOf, Search, check_widths, fold
+from tokentwin.replay_beams import BestOf, Search, fold
 from tokentwin.run import REPORT, TRACE
 
 LATE_S = 0.05
@@ -320,7 +320,6 @@ def check(workload: Workload) -> None:
     """Raise `UsageError` for what a run beside the engine cannot have."""
     if not len(workload):
         raise UsageError("the workload has no requests; check its filters, or give --num-prompts at least 1")
-    check_widths(workload)
     if any(tenant.rtt_s for tenant in workload.tenants):
         raise UsageError(
             "a network round trip (--rtt-ms) is only simulated: the clients of run sit beside the engine; leave it out"

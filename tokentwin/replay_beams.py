@@ -11,21 +11,14 @@ import numpy as np
 
 from realengine.answer import Output
 from realengine.engine import Engine
-from realengine.generation import MAX_BEAM_WIDTH, Sampling, one_token
+from realengine.generation import Sampling, one_token
 from serving.beams import BeamCounts, Beams, CandidateCounts, Likeliest, mean_logprob
-from serving.errors import UsageError
 from serving.request import Request
 from sim.record import RequestTable, Status, TokenRanges
 from sim.workload import Workload
 
 Later = Callable[[Callable[[], None]], None]
 """Runs something in the clients' thread."""
-
-
-def check_widths(workload: Workload) -> None:
-    """Raise `UsageError` for beams that are wider than the engine's log-probabilities."""
-    if workload.beam_width is not None and (widest := int(workload.beam_width.max())) > MAX_BEAM_WIDTH:
-        raise UsageError(f"a beam width of {widest}; the engine searches with {MAX_BEAM_WIDTH} at most")
 
 
 class Search:

@@ -121,6 +121,12 @@ def check_fleet(d: Deployment) -> None:
             )
     roles = {pool.role for pool in specs}
     if roles not in ({"both"}, {"prefill", "decode"}):
+        if len(roles) == 1:
+            (role,) = roles
+            other = "decode" if role == "prefill" else "prefill"
+            raise UsageError(
+                f"pools: role {role} without a pool of role {other}; add one, or leave role out for pools that do both"
+            )
         raise UsageError(
             f"pools: roles are {', '.join(sorted(roles))}; either leave role out, or have prefill and decode pools"
         )

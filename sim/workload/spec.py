@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from serving.beams import MAX_BEAM_WIDTH
 from sim.workload.arrival_spec import ArrivalSpec
 
 Order = Literal["file", "shuffle", "sample"]
@@ -31,7 +32,7 @@ MAX_SPAN_S = 366 * 86400.0
 
 PositiveTokens = Annotated[int, Field(ge=1, le=10_000_000)]
 Tokens = Annotated[int, Field(ge=0, le=10_000_000)]
-MAX_BEAM_WIDTH = 128
+MAX_BEST_OF = 128
 
 
 class Spec(BaseModel):
@@ -290,7 +291,7 @@ class TenantSpec(Spec):
     """Share of the engine that it is owed relative to others under `--scheduling-policy fair`."""
     beam_width: Annotated[int, Field(ge=1, le=MAX_BEAM_WIDTH)] | None = None
     """Each request is a beam search of so many hypotheses, whose best is the answer; None is no search."""
-    best_of: Annotated[int, Field(ge=1, le=MAX_BEAM_WIDTH)] = 1
+    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] = 1
     """So many answers are sampled to each request, and the likeliest is shown when all have ended."""
 
     @property

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from serving.beams import MAX_BEAM_WIDTH
 from serving.errors import UsageError
 from sim.record import Floats, Ints
 from sim.workload.columns import Drops, Reasons, by_time, number_column, show, token_column
 from sim.workload.jsonl_traces import read_objects
 from sim.workload.rows import Rows, Segments
-from sim.workload.spec import MAX_BEAM_WIDTH, CustomSpec, ShareGptSpec
+from sim.workload.spec import CustomSpec, ShareGptSpec
 from sim.workload.textfile import read_text
 
 Mask = npt.NDArray[np.bool_]

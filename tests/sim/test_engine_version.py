@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from experiments.public_results import read
 from experiments.results import result_json
 from sim.deployment import Deployment, build, simulate
 from sim.metrics import summarise
+from sim.pipeline_build import collectives
 from sim.workload import WorkloadSpec, load_workload
 
 STEP = (64, 64, (), 64, 64 * 1000, 1000)
@@ -73,6 +75,24 @@ def test_a_version_that_changes_nothing_or_is_not_measured_is_said(
     """Warnings and no errors: searches over GPUs go on."""
     (warning,) = build(two(**{"engine_version": "0.19", **fields})).warnings
     assert words in warning
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_profile_without_the_exchange_of_experts_prices_it_as_an_all_reduce_of_that_version(
+    tp: int, tmp_path: Path
+) -> None:
+    whole = load_profile("rtxpro6000")
+    own = tmp_path / "own.json"
+    own.write_text(whole.model_copy(update={"expert_exchange": None}).to_json(), encoding="utf-8")
+    fields = {"model": "qwen3-30b-a3b", "tensor_parallel_size": tp, "data_parallel_size": 2}
+    old, new = (build(two(**fields, gpu=str(own), engine_version=v)) for v in ("0.19", "0.24"))
+    for built, version in ((old, "0.19.0"), (new, "0.24.0")):
+        assert any(f"priced as an all-reduce of {version}" in w for w in built.warnings)
+        assert version in collectives(built)["all_reduce"]
+        assert not any("has no effect" in w for w in built.warnings)
+    assert old.pricer.step_s(*STEP) > new.pricer.step_s(*STEP)
+    measured = build(two(**fields, engine_version="0.19"))
+    assert not any("expert_exchange" in w for w in measured.warnings)
 
 
 def test_what_is_no_version_is_refused() -> None:

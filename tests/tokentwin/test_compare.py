@@ -102,3 +102,7 @@ def test_folders_are_paired_and_take_no_flags_of_a_simulation(tokentwin: Command
     assert (wrong.code, "--request-rate has no effect" in wrong.error) == (2, True)
     mixed = tokentwin("compare", a, tmp_path / "b.yaml")
     assert (mixed.code, "compare like with like" in mixed.error) == (2, True)
+
+
+def test_a_base_that_is_not_there_is_said_first(tokentwin: Command) -> None:
+    assert "nosuch.yaml: there is no such file or folder" in tokentwin("compare", "nosuch.yaml").error

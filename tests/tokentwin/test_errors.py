@@ -77,6 +77,14 @@ PLAN = ("plan", "--dataset-name", "random", "--request-rate", "5", "--slo", "cha
         ((*SMALL, "--save-result", "--append-result"), "--append-result needs --result-filename"),
         ((*SMALL, "--think-time", "5"), "--think-time has no effect on sessions of one turn"),
         ((*SMALL, "--router", "central"), "--router has no effect on one replica"),
+        (
+            (*SMALL, "--router", "central", "--pools", "[{replicas: 1}]"),
+            "--router has no effect on one replica; give the pool 2 or more replicas",
+        ),
+        (
+            (*SMALL, "--router", "central", "--pools", "[{role: prefill}]"),
+            "pools: role prefill without a pool of role decode; add one, or leave role out",
+        ),
         ((*SMALL, "--static-batch-size", "4"), "only with --policy static"),
         ((*SMALL, "--dataset-path", "x.csv"), "--dataset-path has no effect with --dataset-name random"),
         ((*SMALL, "--mooncake-block-tokens", "16"), "--mooncake-block-tokens has no effect"),

@@ -40,6 +40,7 @@ CAPACITY = ("capacity", "--model", "llama-3.1-8b", "--dataset-name", "random", "
             ("--block-size", "10000000"),
             "a page of 10000000 tokens takes 1310.7 GB, two of which must fit; lower --block",
         ),
+        (("--beam-width", "11"), "--beam-width: must be less than or equal to 10, got '11'"),
         # Keys that are given twice, at any depth.
         (("--pools", "[{gpu: h200, gpu: h100}]"), "--pools: key 'gpu' is given twice; keep one"),
         (
@@ -87,6 +88,32 @@ def test_an_option_that_some_pools_take_has_an_effect_and_a_printed_file_can_be_
     again = tokentwin("simulate", "--config", path, "--print-config")
     assert again.code == 0
     assert again.out == printed.out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("report", ""),
+        ("report", "a", ""),
+        ("diff", "a", ""),
+        ("compare", "", "b"),
+        ("compare", "a", ""),
+        ("conformance", ""),
+        ("diagnose", ""),
+        ("explore", ""),
+        ("reading", ""),
+        ("sweep", ""),
+        ("calibrate", "text", ""),
+        ("calibrate", "from-metrics", ""),
+        ("calibrate", "fit", "", "--device", "h200", "-o", "x.json"),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_not_taken_for_the_current_folder(
+    command: tuple[str, ...], tokentwin: Command
+) -> None:
+    error = tokentwin(*command).error
+    assert error == "error: an argument is empty; give a path, and . for the current folder"
 
 
 def test_an_empty_model_is_not_taken_for_the_current_folder(tokentwin: Command) -> None:

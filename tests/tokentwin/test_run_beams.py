@@ -122,5 +122,5 @@ def test_a_conversation_goes_on_with_the_likeliest_answer() -> None:
 
 
 def test_what_the_engine_cannot_search_is_said() -> None:
-    with pytest.raises(UsageError, match="11"):
+    with pytest.raises(UsageError, match="--beam-width: must be less than or equal to 10"):
         run_here(TRAFFIC | {"beam_width": 11})

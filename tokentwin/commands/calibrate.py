@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from tokentwin.config_file import configurable
+from tokentwin.flags import as_path
 
 
 @configurable
@@ -17,7 +18,8 @@ def fit(
         Path,
         Parameter(
             help="Tables of kernel timings (CSV or Parquet), or folders of them: our own microbenchmarks, "
-            "AIConfigurator, LLMServingSim or Vidur; the layout is told by the columns."
+            "AIConfigurator, LLMServingSim or Vidur; the layout is told by the columns.",
+            converter=as_path,
         ),
     ],
     device: Annotated[

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from calibration.metrics_fit import read_case, refit
 from costmodel.profile import load_profile
@@ -12,7 +14,7 @@ from experiments.results import writable
 from serving.errors import UsageError
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT
-from tokentwin.flags import Flag, takes
+from tokentwin.flags import Flag, as_path, takes
 from tokentwin.job import make_deployment
 
 OWN = (
@@ -24,7 +26,7 @@ KNOWN = {flag.name: flag for flag in (*OWN, *SERVED, *CONFIG_FLAGS)}
 
 
 @takes(OWN, SERVED, CONFIG_FLAGS)
-def from_metrics(requests: Path, /, **flags: Any) -> int:
+def from_metrics(requests: Annotated[Path, Parameter(converter=as_path)], /, **flags: Any) -> int:
     """Fit host terms and a scale per phase to recorded requests, and say how far the profile moved.
 
     REQUESTS is a run folder of ours, or a JSON of vllm bench serve --save-detailed (say how it was served: --model and

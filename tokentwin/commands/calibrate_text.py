@@ -13,11 +13,14 @@ from cyclopts import Parameter
 
 from serving.errors import UsageError
 from tokentwin.config_file import configurable
+from tokentwin.flags import as_path
 
 
 @configurable
 def text(
-    tokenizer: Annotated[Path, Parameter(help="Folder with a tokenizer.json, or that file.")],
+    tokenizer: Annotated[
+        Path, Parameter(help="Folder with a tokenizer.json, or that file.", converter=as_path)
+    ],
     /,
     *,
     dataset_path: Annotated[

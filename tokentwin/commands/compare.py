@@ -18,7 +18,7 @@ from sim.workload import WorkloadSpec
 from sim.world import Progress
 from tokentwin.config_file import configurable, read_config
 from tokentwin.flag_tables import DEPLOYMENT, JSON, OBSERVE, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
-from tokentwin.flags import Flag, takes
+from tokentwin.flags import Flag, as_path, takes
 from tokentwin.job import Job, make_job
 from tokentwin.progress import progress_bar
 
@@ -55,11 +55,15 @@ _NOT_COMPARED = {
 @takes(DEPLOYMENT, TRAFFIC, _PROMISES, _RUN, _PERCENTILES, OWN)
 def compare(
     base: Annotated[
-        Path, Parameter(help="YAML file as for simulate --config, or the folder of a saved run.")
+        Path,
+        Parameter(
+            help="YAML file as for simulate --config, or the folder of a saved run.", converter=as_path
+        ),
     ],
     /,
     *variants: Annotated[
-        Path, Parameter(help="What to compare with it: files, or folders of the same workload.")
+        Path,
+        Parameter(help="What to compare with it: files, or folders of the same workload.", converter=as_path),
     ],
     **flags: Any,
 ) -> int:
@@ -73,6 +77,10 @@ def compare(
     given = {name: value for name, value in flags.items() if value is not None}
     paths = named((base, *variants))
     if len(paths) < 2:
+        if not base.exists():
+            raise UsageError(
+                f"{base}: there is no such file or folder; compare needs a base and at least one variant"
+            )
         raise UsageError("compare needs a base and at least one variant, such as base.yaml chunk512.yaml")
     folder = given.get("output_dir")
     if folder is not None:

@@ -9,10 +9,11 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from calibration.conformance import check_folder
+from tokentwin.flags import as_path
 
 
 def conformance(
-    folder: Annotated[Path, Parameter(help="Folder of recorded schedules, *.json.gz.")], /
+    folder: Annotated[Path, Parameter(help="Folder of recorded schedules, *.json.gz.", converter=as_path)], /
 ) -> int:
     """Replay recorded vLLM schedules and compare every decision; exit 1 if any differs."""
     result = check_folder(folder)

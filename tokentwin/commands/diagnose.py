@@ -19,7 +19,7 @@ from serving.errors import UsageError
 from sim.slo import parse_slo
 from tokentwin.config_file import configurable
 from tokentwin.flag_tables import DEPLOYMENT, JSON, PROMISES, RUN
-from tokentwin.flags import Flag, takes
+from tokentwin.flags import Flag, as_path, takes
 from tokentwin.job import DEPLOYMENT_NAMES, make_deployment, words
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def diagnose(
         Path,
         Parameter(
             help="A run folder (-o of simulate or run), a JSON of vllm bench serve --save-detailed, or an export of "
-            "production requests: OTLP JSON with vLLM's span attributes, or CSV (docs/diagnose.md)."
+            "production requests: OTLP JSON with vLLM's span attributes, or CSV (docs/diagnose.md).",
+            converter=as_path,
         ),
     ],
     /,

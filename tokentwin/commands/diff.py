@@ -15,6 +15,7 @@ from experiments.diff_report import diff_lines, save_diff, sentences
 from experiments.saved import load_record
 from sim.world import Progress
 from tokentwin.config_file import configurable
+from tokentwin.flags import as_path
 from tokentwin.progress import progress_bar
 
 _WIDTH = 80
@@ -22,8 +23,8 @@ _WIDTH = 80
 
 @configurable
 def diff(
-    a: Annotated[Path, Parameter(help="Folder of a saved run (-o of simulate).")],
-    b: Annotated[Path, Parameter(help="Folder of the run to compare with it.")],
+    a: Annotated[Path, Parameter(help="Folder of a saved run (-o of simulate).", converter=as_path)],
+    b: Annotated[Path, Parameter(help="Folder of the run to compare with it.", converter=as_path)],
     /,
     *,
     metric: Annotated[

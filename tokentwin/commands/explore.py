@@ -16,6 +16,7 @@ from experiments.explore_space import Point, Space
 from serving.errors import UsageError
 from tokentwin.commands.sweep import BASE_FLAGS, SERVING
 from tokentwin.config_file import configurable, typed
+from tokentwin.flags import as_path
 
 PAGE = "explore.html"
 MOST_REPORTS = 50
@@ -24,7 +25,11 @@ MOST_REPORTS = 50
 @configurable
 def explore(
     results: Annotated[
-        Path, Parameter(help="Folder of a sweep (or its results.parquet), or of a plan (or its plan.json).")
+        Path,
+        Parameter(
+            help="Folder of a sweep (or its results.parquet), or of a plan (or its plan.json).",
+            converter=as_path,
+        ),
     ],
     /,
     *,

@@ -14,11 +14,12 @@ from experiments.saved import load_record
 from serving.errors import UsageError
 from sim.streaming import READING_TOKENS_PER_S, reading
 from tokentwin.config_file import configurable
+from tokentwin.flags import as_path
 
 
 @configurable
 def read(
-    run: Annotated[Path, Parameter(help="Folder of a saved run (-o of simulate or run).")],
+    run: Annotated[Path, Parameter(help="Folder of a saved run (-o of simulate or run).", converter=as_path)],
     /,
     *,
     stream_interval: Annotated[

@@ -10,13 +10,16 @@ from cyclopts import Parameter
 
 from serving.errors import UsageError
 from tokentwin.config_file import configurable
+from tokentwin.flags import as_path
 
 SEVERAL = Path("runs.html")
 
 
 @configurable
 def report(
-    runs: Annotated[list[Path], Parameter(help="Folders of saved runs (-o of simulate or run).")],
+    runs: Annotated[
+        list[Path], Parameter(help="Folders of saved runs (-o of simulate or run).", converter=as_path)
+    ],
     /,
     *,
     output: Annotated[

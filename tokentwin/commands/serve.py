@@ -171,12 +171,10 @@ def make_twin(given: Mapping[str, Any]) -> Backend:
     from tokentwin.server.twin import TwinBackend
 
     built = build(make_deployment(given))
-    for warning in built.warnings:
-        sys.stderr.write(f"warning: {warning}\n")
     folder = tokenizer_folder(given)
     names = {"time_scale": "time_scale", "answer_len": "answer_tokens", "max_waiting": "max_waiting"}
     names["stream_interval"] = "stream_interval"
-    return TwinBackend(
+    twin = TwinBackend(
         built,
         twin_codec(folder),
         root=str(folder) if folder is not None else None,
@@ -184,6 +182,9 @@ def make_twin(given: Mapping[str, Any]) -> Backend:
         stream_slice_s=built.deployment.stream_slice_ms / 1e3,
         **{ours: given[flag] for flag, ours in names.items() if flag in given},
     )
+    for warning in built.warnings:
+        sys.stderr.write(f"warning: {warning}\n")
+    return twin
 
 
 def make_engine(given: Mapping[str, Any]) -> Backend:

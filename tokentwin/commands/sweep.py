@@ -25,7 +25,7 @@ from sim.workload.yaml_lines import line_of
 from tokentwin.cli import INTERRUPTED
 from tokentwin.config_file import print_config, typed, with_config
 from tokentwin.flag_tables import DEPLOYMENT, PROMISES, RUN, TRAFFIC
-from tokentwin.flags import Flag, find, takes
+from tokentwin.flags import Flag, as_path, find, takes
 from tokentwin.provenance import ARGV, VERSION, git_commit
 from tokentwin.sweep_base import check_base
 from tokentwin.sweep_point import TENANTS, run_point
@@ -69,7 +69,11 @@ SERVING = tuple(flag.name for flag in DEPLOYMENT)
 def sweep(
     spec: Annotated[
         Path | None,
-        Parameter(help="YAML file with base (flags) and one of grid, points, random, optuna.", group="Sweep"),
+        Parameter(
+            help="YAML file with base (flags) and one of grid, points, random, optuna.",
+            group="Sweep",
+            converter=as_path,
+        ),
     ] = None,
     /,
     **flags: Any,

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from realengine.generation import MAX_BEAM_WIDTH, Sampling
+from realengine.generation import Sampling
+from serving.beams import MAX_BEAM_WIDTH
 from serving.errors import UsageError
 from tokentwin.server.backend import BeamOptions
 from tokentwin.server.errors import ApiError

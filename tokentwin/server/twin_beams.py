@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from realengine.generation import MAX_BEAM_WIDTH, Sampling
-from serving.beams import Hypothesis, Likeliest
+from realengine.generation import Sampling
+from serving.beams import MAX_BEAM_WIDTH, Hypothesis, Likeliest
 from serving.request import Request, TokenKeys
 from sim.beam import NextTokens
 from tokentwin.server.backend import Codec, GenerationRequest, Meters
