@@ -24,7 +24,6 @@ FIGURES = {
 PRINTED = {"01_calibrate_and_trust": "median absolute error", "03_capacity_plan_azure": "vllm serve"}
 """What a reader must have seen."""
 SHORTER = {
-    "01_calibrate_and_trust": ("budget_s=15", "budget_s=5"),
     "03_capacity_plan_azure": ("REQUESTS = 1200", "REQUESTS = 600"),
 }
 """Less work for the same cells, and all that they assert."""
