@@ -88,7 +88,7 @@ def test_every_mapping_can_be_set(tokentwin: Command) -> None:
         ({"pools": POOLS, "data_parallel_size": "2"}, "--data-parallel-size has no effect with pools"),
         ({"pools": [{"name": "a"}, {"name": "a"}]}, "two are called 'a'"),
         ({"pools": [{"weight": 2}, {}]}, "some have a weight and some do not"),
-        ({"pools": [{"role": "prefill"}]}, "either leave role out, or have prefill and decode pools"),
+        ({"pools": [{"role": "prefill"}]}, "role prefill without a pool of role decode"),
         ({"kv_transfer": {"latency_ms": 1}}, "only with pools of role prefill and decode"),
         ({"cold_start": {"seconds": 1}}, "only with --autoscaler or --failures"),
         ({"failures": {"schedule": [{"time_s": 1, "replica": 3}]}}, "replica 3 does not exist"),
