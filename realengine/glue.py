@@ -70,7 +70,12 @@ class CompiledOps(TorchOps):
         if few is None:
             return many
         most = self._most_rows
-        return lambda x: few(x) if 0 < len(x) <= most else many(x)
+
+        def product(x: Tensor) -> Tensor:
+            rows = len(x)
+            return few(x) if rows == 1 or (0 < rows <= most and torch.get_num_threads() > 1) else many(x)
+
+        return product
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
