@@ -24,7 +24,7 @@ def beam_rows(beams: BeamCounts) -> list[tuple[str, str, str]]:
     """Name, value and formula of each row of the console table."""
     each = f"{beams.computed_tokens / beams.shown_tokens:.1f} a shown token" if beams.shown_tokens else ""
     return [
-        ("Searches:", str(beams.searches), "shown at their end: TPOT 0"),
+        ("Searches:", str(beams.searches), "shown whole, at their end"),
         ("One-token requests:", str(beams.requests), "1 + width (tokens - 1) each"),
         ("Tokens shown:", str(beams.shown_tokens), "the best hypothesis of each"),
         ("Tokens computed:", str(beams.computed_tokens), each),
@@ -51,7 +51,7 @@ def candidate_json(candidates: CandidateCounts | None) -> dict[str, Any]:
 def candidate_rows(candidates: CandidateCounts) -> list[tuple[str, str, str]]:
     """Name, value and formula of each row of the console table."""
     return [
-        ("Requests:", str(candidates.requests), "shown at their end: TPOT 0"),
+        ("Requests:", str(candidates.requests), "shown whole, at their end"),
         ("Answers sampled:", str(candidates.answers), "one of each is shown"),
         ("Tokens generated:", str(candidates.generated_tokens), "of all those answers"),
         ("Tokens shown:", str(candidates.shown_tokens), ""),

@@ -116,14 +116,15 @@ def certainty_lines(certainty: Certainty, warned: Sequence[str] = ()) -> list[st
     return lines
 
 
-def headline_rows(certainty: Certainty) -> list[list[str]]:
-    """Figure, value, low, high and the largest source of variance, for the page's table."""
+def headline_rows(certainty: Certainty, metrics: Sequence[str] = METRICS) -> list[list[str]]:
+    """Figure, value, low, high and the share of each source in the variance, for the page's table; latencies are those
+    of `metrics`."""
     rows = []
     for name in _HEADLINE:
         interval = certainty.interval(name)
-        if interval is None:
-            continue
         statistic, _, metric = name.partition("_")
+        if interval is None or (metric in METRICS and metric not in metrics):
+            continue
         scale, title = (1.0, name.replace("_", " ").capitalize() + " (/s)")
         if metric in METRICS:
             scale, title = 1000.0, f"{statistic.capitalize()} {metric.upper()} (ms)"

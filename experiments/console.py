@@ -18,7 +18,7 @@ from experiments.perceived import perceived_rows
 from experiments.results import METRICS
 from sim.latency import SELDOM, LatencyStats
 from sim.meta import meta_value
-from sim.metrics import Summary
+from sim.metrics import NOT_STREAMED, Summary
 from sim.pipeline import bubble_share
 from sim.record import RunRecord
 from sim.verdict import Verdict
@@ -38,6 +38,7 @@ LATENCIES = (
     ("itl", "ITL", "Inter-token Latency", "gap between stream events"),
     ("e2el", "E2EL", "End-to-end Latency", "send to last token received"),
 )
+NOTHING_STREAMED: list[Row] = [(NOT_STREAMED, "", "")]
 STAGE_WORDS = {
     "blocked": "Blocked",
     "network": "Network",
@@ -117,7 +118,11 @@ def sections(
     for name, short, title, formula in LATENCIES:
         if name not in metrics:
             continue
-        out.append((title, _latency(short, getattr(summary, name), formula, certainty)))
+        rows = NOTHING_STREAMED
+        if name in summary.metrics:
+            rows = _latency(short, getattr(summary, name), formula, certainty)
+        if rows != out[-1][1]:
+            out.append((title, rows))
     stages = [
         (
             f"{word} (ms):",
@@ -249,6 +254,8 @@ def _tenant_lines(summary: Summary) -> Iterable[str]:
     yield f"{'':<20}{'sent':>7}{'failed':>7}{'P95 TTFT':>11}{'P95 TPOT':>10}{'P95 E2EL':>12}{'good %':>8}"
     for t in summary.tenants:
         p95 = [dict(stats.percentiles_s).get(95.0, math.nan) * 1000 for stats in (t.ttft, t.tpot, t.e2el)]
+        if not summary.streams:
+            p95[1] = math.nan
         good = _num(t.slo_attainment * 100, 1) if t.slo_attainment is not None else "-"
         ttft, tpot, e2el = (_num(value, 1) for value in p95)
         failed = t.sent - t.completed

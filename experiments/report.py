@@ -20,7 +20,7 @@ from experiments.perceived import perceived_rows
 from experiments.report_figures import Roofline
 from sim.latency import SELDOM
 from sim.meta import meta_value
-from sim.metrics import Summary
+from sim.metrics import NOT_STREAMED, Summary
 from sim.pipeline import bubble_share
 from sim.record import RunRecord
 from sim.saturation import Load
@@ -69,7 +69,7 @@ def report_html(
         _verdict(record, summary, verdict, [*doubts(verdict, certainty), *notes]),
         _cards(summary, certainty),
         *laid_out(panels(record, summary, roofline)),
-        *([_certainty(certainty, summary.warnings)] if certainty is not None else []),
+        *([_certainty(certainty, summary)] if certainty is not None else []),
         _latency_table(summary),
         _engine_table(record, summary),
         _fleet_table(record),
@@ -96,7 +96,9 @@ def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> li
                 "(E2EL − TTFT) / (output tokens − 1), over completed requests with more than one token.",
                 figures.latency_ecdf(record, summary, "tpot"),
                 False,
-            ),
+            )
+            if summary.streams
+            else _end_to_end(record, summary),
             (
                 f"P95 per {every}",
                 f"Over the requests that arrived in each {every}; windows with fewer than five are left out.",
@@ -160,17 +162,19 @@ def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> li
 
 
 def _token_panels(record: RunRecord, summary: Summary) -> list[Panel]:
-    """Gaps between tokens where their times are known, beside the whole answer's time."""
-    whole = (
-        "End to end",
-        "Share of completed requests within each E2EL, from sending to the last token.",
-        figures.latency_ecdf(record, summary, "e2el"),
-        False,
-    )
+    """Gaps between tokens where their times are known, beside the whole answer's time; none where nothing streamed."""
+    if not summary.streams:
+        return []
+    whole = _end_to_end(record, summary)
     if not summary.itl.count:
         return [whole]
     words = "Gaps between tokens of one request, all together: steps that carry prompts make the long ones."
     return [("Inter-token latency", words, itl_ecdf(record, summary), False), whole]
+
+
+def _end_to_end(record: RunRecord, summary: Summary) -> Panel:
+    words = "Share of completed requests within each E2EL, from sending to the last token."
+    return "End to end", words, figures.latency_ecdf(record, summary, "e2el"), False
 
 
 def laid_out(items: Iterable[Panel]) -> Iterable[str]:
@@ -215,17 +219,19 @@ def _verdict(record: RunRecord, summary: Summary, verdict: Verdict, notes: Seque
     load = {Load.SATURATED: "bad", Load.STABLE: "good"}.get(verdict.saturation.load, "warn")
     marks += ["bad"] * (len(rest) - 2) + [load, "plain"]
     lines += list(zip(marks, verdict.sentences, strict=True))
+    if not summary.streams:
+        lines.append(("plain", NOT_STREAMED))
     return list_section("Verdict", [*lines, *(("warn", text) for text in (*summary.warnings, *notes))])
 
 
-def _certainty(certainty: Certainty, warned: Sequence[str]) -> str:
+def _certainty(certainty: Certainty, summary: Summary) -> str:
     """What the intervals are, and what lies outside the measured hull, unless the verdict warns of it."""
-    lines = certainty_lines(certainty, warned)
+    lines = certainty_lines(certainty, summary.warnings)
     if not lines:
         return ""
     marked = [("warn" if line.startswith(("Not", THIN_MARK)) else "plain", line) for line in lines]
     head = ["", "Predicted", "95% from", "to", "calibration", "noise", "sampling"]
-    rows = headline_rows(certainty)
+    rows = headline_rows(certainty, summary.metrics)
     table = table_section("Intervals and where their variance comes from", head, rows) if rows else ""
     return list_section("How sure", marked) + table
 
@@ -237,9 +243,10 @@ def _between(certainty: Certainty | None, name: str) -> str:
 
 
 def _cards(s: Summary, certainty: Certainty | None = None) -> str:
+    pace = [(_ms(_p95(s.tpot)), "P95 TPOT" + _between(certainty, "p95_tpot"))] if s.streams else []
     cards = [
         (_ms(_p95(s.ttft)), "P95 TTFT" + _between(certainty, "p95_ttft")),
-        (_ms(_p95(s.tpot)), "P95 TPOT" + _between(certainty, "p95_tpot")),
+        *pace,
         (_ms(_p95(s.e2el)), "P95 end to end" + _between(certainty, "p95_e2el")),
         (f"{s.request_throughput:,.2f}/s", "requests completed"),
         (f"{s.output_throughput:,.0f}/s", "output tokens"),
@@ -262,10 +269,12 @@ def _latency_table(s: Summary) -> str:
     points = [p for p, _ in s.ttft.percentiles_s]
     head = ["ms", "Mean", "Std", *(f"P{p:g}" for p in points), "Max"]
     rows = []
-    for name, stats in (("TTFT", s.ttft), ("TPOT", s.tpot), ("ITL (per event)", s.itl), ("E2EL", s.e2el)):
-        if name.startswith("ITL") and not stats.count:
+    for metric in s.metrics:
+        stats = getattr(s, metric)
+        if metric == "itl" and not stats.count:
             continue
         values = [stats.mean_s, stats.std_s, *(v for _, v in stats.percentiles_s), stats.max_s]
+        name = "ITL (per event)" if metric == "itl" else metric.upper()
         rows.append([name, *(_number(v * 1000) for v in values)])
     return table_section("Latencies", head, rows)
 

@@ -258,13 +258,13 @@ def window_s(record: RunRecord, least: int = 0) -> float:
 
 
 def p95_over_time(record: RunRecord, summary: Summary) -> Figure:
-    """P95 of TTFT and TPOT per window, by time of arrival."""
+    """P95 of TTFT, and of TPOT where answers stream, per window, by time of arrival."""
     at, lat, r = clock(record), latencies(record), record.requests
-    fig = theme.stacked(2, height=460)
-    tpot_s = np.where(r.output_tokens > 1, lat.tpot_s, np.nan)
-    for row, (metric, values_s, colour) in enumerate(
-        (("ttft", lat.ttft_s, theme.BLUE), ("tpot", tpot_s, theme.GREEN)), 1
-    ):
+    lines = [("ttft", lat.ttft_s, theme.BLUE)]
+    if summary.streams:
+        lines.append(("tpot", np.where(r.output_tokens > 1, lat.tpot_s, np.nan), theme.GREEN))
+    fig = theme.stacked(len(lines), height=460 if summary.streams else 300)
+    for row, (metric, values_s, colour) in enumerate(lines, 1):
         t, p95 = percentile_by_window(r.sent_s, values_s * 1000, window_s(record, LEAST), at.from_s, 95)
         style = {"mode": "lines+markers", "line": {"color": colour}, "marker": {"size": 4}}
         fig.add_scatter(x=at(t), y=p95, name=f"P95 {metric.upper()}", row=row, col=1, **style)
@@ -276,7 +276,7 @@ def p95_over_time(record: RunRecord, summary: Summary) -> Figure:
                 x=ends, y=[slo.limit_s * 1000] * 2, mode="lines", name=name, line=line, row=row, col=1
             )
         fig.update_yaxes(title_text=f"P95 {metric.upper()} (ms)", rangemode="tozero", row=row, col=1)
-    return fig.update_xaxes(title_text=at.title, row=2, col=1)
+    return fig.update_xaxes(title_text=at.title, row=len(lines), col=1)
 
 
 def prefill_by_prompt(record: RunRecord) -> Figure:
@@ -383,12 +383,13 @@ def roofline(record: RunRecord, work: Roofline) -> Figure:
 
 
 def by_tenant(summary: Summary) -> Figure:
-    """Median, P95 and P99 of TTFT and TPOT of each tenant."""
-    fig = theme.beside(2, height=150 + 34 * len(summary.tenants))
+    """Median, P95 and P99 of TTFT of each tenant, and of TPOT where answers stream."""
+    metrics = [name for name in ("ttft", "tpot") if name in summary.metrics]
+    fig = theme.beside(len(metrics), height=150 + 34 * len(summary.tenants))
     names = [html.escape(t.name) for t in summary.tenants]
     points = [p for p, _ in summary.ttft.percentiles_s] or [50.0]
     shown = [p for p in points if p in (50, 95, 99)] or points[-3:]
-    for col, metric in enumerate(("ttft", "tpot"), 1):
+    for col, metric in enumerate(metrics, 1):
         for p, symbol, colour in zip(shown, ("circle", "diamond", "square"), theme.SERIES, strict=False):
             x = [getattr(t, metric).at(p) * 1000 for t in summary.tenants]
             fig.add_scatter(

@@ -22,7 +22,7 @@ from experiments.series import band, ecdf, in_system, over_replicas
 from serving.errors import UsageError
 from sim.latency import STAGES, latencies
 from sim.meta import meta_value
-from sim.metrics import Summary
+from sim.metrics import NOT_STREAMED, Summary
 from sim.record import Floats, Status
 
 MOST = len(theme.SERIES)
@@ -33,7 +33,7 @@ _Value = Callable[[Summary], float | None]
 def _latency(metric: str, percentile: float | None) -> _Value:
     def value(s: Summary) -> float | None:
         stats = getattr(s, metric)
-        if not stats.count:
+        if not stats.count or metric not in s.metrics:
             return None
         return stats.mean_s if percentile is None else dict(stats.percentiles_s).get(percentile)
 
@@ -103,8 +103,9 @@ def panels(runs: Sequence[Opened], names: Sequence[str]) -> list[Panel]:
     out: list[Panel] = [
         (title, words, overlaid(runs, names, metric), False)
         for metric, title in (("ttft", "Time to first token"), ("tpot", "Time per output token"))
+        if any(metric in run.summary.metrics for run in runs)
     ]
-    if any(len(run.record.tokens.first_step) for run in runs):
+    if any(run.summary.streams and len(run.record.tokens.first_step) for run in runs):
         gaps = "Share of the gaps between tokens of one request, all requests together."
         out.append(("Inter-token latency", gaps, overlaid(runs, names, "itl"), False))
     out.append(("End to end", words, overlaid(runs, names, "e2el"), False))
@@ -119,7 +120,7 @@ def panels(runs: Sequence[Opened], names: Sequence[str]) -> list[Panel]:
 def curve(run: Opened, metric: str) -> tuple[Floats, Floats]:
     """Latencies of completed requests in ms, sorted, and the share at or below each; for "itl", of gaps of tokens."""
     lat, r = latencies(run.record), run.record.requests
-    done = r.status == Status.FINISHED
+    done = (r.status == Status.FINISHED) & (metric in run.summary.metrics)
     if metric == "itl":
         return gap_curve(run.record, done)
     several = np.where(r.output_tokens > 1, lat.tpot_s, np.nan)
@@ -203,6 +204,8 @@ def _promises(runs: Sequence[Opened], names: Sequence[str]) -> str:
         mark = {True: "good", False: "bad", None: "plain"}[run.verdict.meets_slos]
         said = run.verdict.sentences[:slos] or run.verdict.sentences[:1]
         lines.append((mark, f"{name}: {' '.join(said)}"))
+        if not run.summary.streams:
+            lines.append(("plain", f"{name}: {NOT_STREAMED}"))
         lines += [("warn", f"{name}: {doubt}") for doubt in doubts(run.verdict, run.certainty)]
         lines += [("warn", f"{name}: {note}") for note in run.missing]
     return list_section("Which keeps its promises", lines)

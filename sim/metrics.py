@@ -31,13 +31,16 @@ from sim.latency import (
     token_seconds,
 )
 from sim.record import Floats, RunRecord, Status, Tenant
-from sim.slo import TICK_S, Goodput, Slo
+from sim.slo import METRICS, TICK_S, Goodput, Slo
 from sim.streaming import Perception, perception
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 
+NOT_STREAMED = "No TPOT and no ITL: every answer came whole, at its end."
+"""What stands in their place where `Summary.streams` is false."""
+_PACE = ("tpot", "itl")
 _COUNTS = ("drafts", "beams", "perceived")
 """Figures of a `Summary` that are made of several."""
 
@@ -145,6 +148,16 @@ class Summary:
     def failed(self) -> int:
         """Requests that did not complete: rejected, failed, or still unfinished when the run ended."""
         return self.rejected + self.errors + self.unfinished
+
+    @property
+    def streams(self) -> bool:
+        """Whether there is a pace of tokens: not where every completed answer came in one piece, as of beam searches."""
+        return _any_streamed(self.tpot)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The latencies that there are: "ttft", "tpot", "itl" and "e2el", those of the pace where answers stream."""
+        return tuple(name for name in METRICS if self.streams or name not in _PACE)
 
     def figures(self) -> dict[str, float]:
         """Every number by name, latencies in ms as `vllm bench serve` calls them; NaN where there is none."""
@@ -255,7 +268,7 @@ def summarise(
         warnings=(
             *record.warnings,
             *_thin_percentiles(status[Status.FINISHED], percentiles),
-            *_empty_promises(stats["tpot"].max_s, slos),
+            *_empty_promises(stats["tpot"], slos),
         ),
         errors=status[Status.FAILED],
         drafts=record.drafts,
@@ -431,10 +444,15 @@ def _thin_percentiles(count: int, percentiles: Sequence[float]) -> tuple[str, ..
     return (f"{names} of {count} requests is little more than the maximum; use more requests",)
 
 
-def _empty_promises(longest_tpot_s: float, slos: Sequence[Slo]) -> tuple[str, ...]:
+def _any_streamed(tpot: LatencyStats) -> bool:
+    """Of completed requests; true where there are none."""
+    return not tpot.max_s <= TICK_S
+
+
+def _empty_promises(tpot: LatencyStats, slos: Sequence[Slo]) -> tuple[str, ...]:
     """What says nothing where every answer is shown at its end, as of beam searches and best-of."""
-    empty = [slo.label for slo in slos if slo.metric in ("tpot", "itl")]
-    if not empty or not longest_tpot_s <= TICK_S:
+    empty = [slo.label for slo in slos if slo.metric in _PACE]
+    if not empty or _any_streamed(tpot):
         return ()
     return (
         f"{', '.join(empty)}: every answer comes whole, which a limit on tokens' pace says nothing of; limit E2EL",

@@ -54,6 +54,8 @@ def thin_percentiles(summary: Summary) -> tuple[ThinPercentile, ...]:
     """The summary's percentiles above the median that its number of requests cannot support."""
     found = []
     for metric in ("ttft", "tpot", "e2el"):
+        if metric not in summary.metrics:
+            continue
         stats = getattr(summary, metric)
         for p, _ in stats.percentiles_s:
             needed = samples_needed(p)

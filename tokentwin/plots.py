@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import UsageError, nearest
+from sim.metrics import NOT_STREAMED
 
 if TYPE_CHECKING:
     from plotly.graph_objs._figure import Figure
@@ -60,7 +61,10 @@ class RunPlots(Plots):
         """Share of requests within a latency: ttft, tpot or e2el, with its limits; by tenant where there are several."""
         from experiments.report_figures import latency_ecdf
 
-        return latency_ecdf(self._run.record, self._run.summary, known_latency(metric))
+        name, summary = known_latency(metric), self._run.summary
+        if name not in summary.metrics:
+            raise UsageError(f"ecdf({metric!r}): {NOT_STREAMED}")
+        return latency_ecdf(self._run.record, summary, name)
 
     def timeline(self) -> Figure:
         """A bar per request over time, coloured by the gaps between its tokens (the first 1,000 requests)."""
@@ -81,7 +85,7 @@ class RunPlots(Plots):
         return throughput_over_time(self._run.record)
 
     def p95(self) -> Figure:
-        """P95 of TTFT and TPOT per minute (or thirtieth of a short run), with the SLOs."""
+        """P95 of TTFT and, where answers stream, of TPOT per minute (or thirtieth of a short run), with the SLOs."""
         from experiments.report_figures import p95_over_time
 
         return p95_over_time(self._run.record, self._run.summary)

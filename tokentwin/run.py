@@ -11,7 +11,7 @@ from experiments.results import METRICS
 from sim.certainty import Certainty
 from sim.deployment import Built, Deployment
 from sim.frames import frame
-from sim.metrics import Summary
+from sim.metrics import NOT_STREAMED, Summary
 from sim.record import RunRecord, Status
 from sim.replications import RATES, SHARES
 from sim.verdict import Verdict
@@ -185,7 +185,7 @@ class Run:
     def _repr_html_(self) -> str:
         points = [p for p, _ in self.summary.ttft.percentiles_s]
         rows = []
-        for name in METRICS:
+        for name in self.summary.metrics:
             stats = getattr(self.summary, name)
             values_s = [stats.mean_s, *(value_s for _, value_s in stats.percentiles_s), stats.max_s]
             rows.append([name.upper(), *(number(value_s * 1000) for value_s in values_s)])
@@ -198,4 +198,5 @@ class Run:
             f"{self.summary.request_throughput:,.2f} a second."
         )
         head = ("ms", "mean", *(f"P{p:g}" for p in points), "max")
-        return card(title, [traffic, *self.verdict.sentences], head, rows)
+        notes = [] if self.summary.streams else [NOT_STREAMED]
+        return card(title, [traffic, *self.verdict.sentences, *notes], head, rows)
