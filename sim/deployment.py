@@ -29,6 +29,7 @@ from serving.policies import CHUNKING, load_policy
 from serving.speculative_config import parse_speculative_config
 from sim.admission import TOO_MANY, Admission
 from sim.deployment_limits import (
+    check_cache,
     check_recent,
     eviction_limits,
     fitting_seqs,
@@ -406,8 +407,7 @@ def simulate(
     load_policy(d.policy, **options)  # a wrong name fails before anything runs
     if not len(workload):
         raise UsageError("the workload has no requests; check its filters, or give --num-prompts at least 1")
-    if d.response_cache is not None and not d.response_cache.startswith(("memory", "redis://", "rediss://")):
-        raise UsageError(f"--response-cache {d.response_cache!r}; use memory, or redis://HOST:PORT/0")
+    check_cache(d.response_cache)
     if d.scheduling_policy == "edf" and all(tenant.goodput_ttft_s is None for tenant in workload.tenants):
         raise UsageError(
             "--scheduling-policy edf needs deadlines: set --goodput ttft:MS, or a tenant's goodput in a workload file"

@@ -26,6 +26,12 @@ def is_asynchronous(d: Deployment) -> bool:
     return usual and d.pipeline_parallel_size == 1
 
 
+def check_cache(name: str | None) -> None:
+    """Raise `UsageError` for a cache of answers that there is not."""
+    if name is not None and not name.startswith(("memory", "redis://", "rediss://")):
+        raise UsageError(f"--response-cache {name!r}; use memory, or redis://HOST:PORT/0")
+
+
 def check_recent(d: Deployment) -> None:
     """Raise `UsageError` where a window of recent tokens has no effect or no engine has it."""
     if not d.kv_cache_recent_tokens:

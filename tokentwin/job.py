@@ -67,14 +67,7 @@ def make_job(
     Raises UsageError for anything that cannot be, InfeasibleError where the model does not fit.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    seed = int(given.get("seed", 0))
-    if seed < 0:
-        raise UsageError(f"--seed must not be negative, got {seed}")
-    until_s = float(given.get("until", math.inf))
-    if not until_s > 0:
-        raise UsageError(f"--until must be a positive number of seconds, got {until_s:g}")
-    goodput = make_goodput(given.get("goodput"))
-    slos = parse_slo(words(given.get("slo")))
+    goodput, slos = check_run(given)
     if given.get("fail_on_slo") and not slos:
         raise UsageError("--fail-on-slo has no effect without --slo; add one such as --slo p95_ttft:500")
     percentiles = parse_percentiles(given.get("metric_percentiles"))
@@ -83,9 +76,6 @@ def make_job(
     if most_replicas(planned) == 1 and given.get("router", "round_robin") != "round_robin":
         fix = "give the pool 2 or more replicas" if planned.pools else "set --data-parallel-size 2 or more"
         raise UsageError(f"--router has no effect on one replica; {fix}")
-    replications = given.get("replications")
-    if replications is not None and replications < 1:
-        raise UsageError(f"--replications must be at least 1 (no intervals), got {replications}")
     if given.get("strict"):
         check_strict(before_run(built))
     if given.get("priority") is not None:
@@ -104,13 +94,26 @@ def make_job(
         goodput,
         slos,
         percentiles,
-        seed,
+        int(given.get("seed", 0)),
         bool(given.get("fast_forward", True)),
-        until_s,
-        replications,
+        float(given.get("until", math.inf)),
+        given.get("replications"),
         bool(given.get("strict")),
         make_alerts(given),
     )
+
+
+def check_run(given: Mapping[str, Any]) -> tuple[Goodput, tuple[Slo, ...]]:
+    """The promises of the flags, with the numbers of the run itself checked. Raises UsageError."""
+    seed, until_s = given.get("seed", 0), given.get("until", math.inf)
+    if seed < 0:
+        raise UsageError(f"--seed must not be negative, got {seed}")
+    if not until_s > 0:
+        raise UsageError(f"--until must be a positive number of seconds, got {until_s:g}")
+    replications = given.get("replications")
+    if replications is not None and replications < 1:
+        raise UsageError(f"--replications must be at least 1 (no intervals), got {replications}")
+    return make_goodput(given.get("goodput")), parse_slo(words(given.get("slo")))
 
 
 def make_alerts(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from pydantic import ValidationError
+
 from costmodel.pricer import StepPricer
 from experiments.results import result_json
 from experiments.sweep_spec import NAME
@@ -17,7 +19,7 @@ from serving.errors import UsageError, nearest
 from serving.policies import CHUNKING
 from sim.deployment import Built, Deployment, build
 from sim.workload import Workload, WorkloadSpec, load_workload
-from sim.workload.files import parse_spec
+from sim.workload.files import dotted, explain, first_problem, parse_spec
 from tokentwin.job import Job, make_job, make_spec, run_job
 
 TENANTS = "tenants."
@@ -60,6 +62,24 @@ def point_job(base: Mapping[str, Any], params: Mapping[str, Any]) -> Job:
 
 def with_tenants(spec: WorkloadSpec, overrides: Mapping[str, Any]) -> WorkloadSpec:
     """The workload with `tenants.NAME.field…` set. Raises UsageError for a tenant or a field that is not there."""
+    return parse_spec(_overridden(spec, overrides), "tenants")
+
+
+def check_tenant(spec: WorkloadSpec, key: str, value: Any) -> None:
+    """Raise UsageError for a `tenants.NAME.field…` that is not there, or a value that it cannot have."""
+    content = _overridden(spec, {key: value})
+    name, _, path = key.removeprefix(TENANTS).partition(".")
+    index = [tenant.name for tenant in spec.tenants].index(name)
+    try:
+        WorkloadSpec.model_validate(content)
+    except ValidationError as error:
+        if dotted(first_problem(error)["loc"]).startswith(f"tenants[{index}].{path}"):  # else in combination
+            problem = explain(error).replace(f"tenants[{index}]", f"{TENANTS}{name}", 1)
+            raise UsageError(problem) from None
+
+
+def _overridden(spec: WorkloadSpec, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What describes the workload with overrides by `tenants.NAME.field…`."""
     content = spec.model_dump(exclude_unset=True)
     content["tenants"] = list(content["tenants"])
     for key, value in overrides.items():
@@ -75,7 +95,7 @@ def with_tenants(spec: WorkloadSpec, overrides: Mapping[str, Any]) -> WorkloadSp
             if not isinstance(place, dict):
                 raise UsageError(f"{key}: {part} has no fields")
         place[path[-1]] = value
-    return parse_spec(content, "tenants")
+    return content
 
 
 @lru_cache(maxsize=64)

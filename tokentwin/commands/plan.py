@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from costmodel.formats import gemm_format, kv_format
-from costmodel.model import load_model
 from costmodel.profile import list_profiles, load_profile
 from experiments.capacity_lengths import FULL
 from experiments.capacity_traffic import Replay, Traffic, make_traffic
@@ -23,10 +21,8 @@ from experiments.plan import Fleet, Plan, make_candidates, make_plan
 from experiments.plan_report import plan_json, plan_lines
 from experiments.prices import load_prices
 from serving.errors import UsageError
-from serving.policies.base import load_policy
 from sim.deployment import Deployment
 from sim.fleet.build import FLEET_FIELDS, num_replicas
-from sim.fleet.spec import parse_structured
 from sim.slo import Slo, parse_slo
 from sim.workload import WorkloadSpec
 from sim.workload.arrival_spec import ArrivalSpec
@@ -37,6 +33,7 @@ from tokentwin.flags import Flag, at_least, takes
 from tokentwin.job import make_deployment, make_goodput, make_spec
 from tokentwin.job import words as items
 from tokentwin.provenance import ARGV, VERSION, git_commit
+from tokentwin.value_checks import check_value
 
 if TYPE_CHECKING:
     from tokentwin.run import Run
@@ -58,13 +55,6 @@ AXES = {
     "batches": "max_num_seqs",
     "speculative_configs": "speculative_config",
 }
-NAMES: dict[str, Callable[[str], object]] = {
-    "models": load_model,
-    "quantizations": partial(gemm_format, "auto"),
-    "kv_cache_dtypes": kv_format,
-    "policies": load_policy,
-}
-"""Axes of names, and what raises UsageError for an unknown one."""
 CANDIDATES = tuple(
     Flag(name, kind, text, "Candidates", *rest)
     for name, kind, text, *rest in (
@@ -275,10 +265,9 @@ def _axes(given: Mapping[str, Any]) -> dict[str, Sequence[object]]:
             may_be_none = name in ("quantizations", "speculative_configs")
             axes[name] = [None if value == "none" and may_be_none else value for value in values]
             for value in axes[name]:
-                if value is not None and name == "speculative_configs":
-                    _check_name(parse_structured, value, "--speculative-config", "--speculative-configs")
-                elif value is not None and name in NAMES:
-                    _check_name(NAMES[name], str(value), *(f"--{n.replace('_', '-')}" for n in (field, name)))
+                if value is not None:
+                    options = (f"--{each.replace('_', '-')}" for each in (field, name))
+                    _check_name(partial(check_value, field), value, *options)
     axes.setdefault("tensor_parallel_sizes", (1, 2, 4, 8))
     return axes
 

@@ -27,7 +27,7 @@ from tokentwin.config_file import print_config, typed, with_config
 from tokentwin.flag_tables import DEPLOYMENT, PROMISES, RUN, TRAFFIC
 from tokentwin.flags import Flag, as_path, find, takes
 from tokentwin.provenance import ARGV, VERSION, git_commit
-from tokentwin.sweep_base import check_base
+from tokentwin.sweep_checks import PARAMETERS, check_sweep_values, placed
 from tokentwin.sweep_point import TENANTS, run_point
 
 FAILED = 1
@@ -143,7 +143,7 @@ def sweep_spec(path: Path | None, given: Mapping[str, Any]) -> SweepSpec:
         _belongs(serve, bench)
         asked, where = (
             SweepSpec(points=tuple(product(serve, bench, given.get("link_vars", "")))),
-            "parameters",
+            PARAMETERS,
         )
     return check_sweep(asked, given, where)
 
@@ -169,9 +169,9 @@ def check_sweep(asked: SweepSpec, given: Mapping[str, Any], where: str) -> Sweep
     runs = given.get("num_runs", asked.num_runs)
     if runs < 1:
         raise UsageError(f"--num-runs must be at least 1, got {runs}")
-    base = {flag.name: value for flag, value in _checked(asked.base, f"{where}: base") if value is not None}
+    base = {flag.name: value for flag, value in _checked(asked.base, where) if value is not None}
     base |= {name: given[name] for name in given if name in BASE_FLAGS}
-    points = tuple(_point(point, where) for point in asked.points)
+    points = tuple(_point(point, where, index) for index, point in enumerate(asked.points))
     search = asked.search
     if search is not None:
         check_search(search)
@@ -187,7 +187,7 @@ def check_sweep(asked: SweepSpec, given: Mapping[str, Any], where: str) -> Sweep
             space[name] = [value for _, value in checked] if isinstance(axis, list) else axis
         search = replace(search, space=space)
     checked_sweep = replace(asked, base=base, points=points, search=search, num_runs=runs)
-    check_base(checked_sweep, given, where, BASE_FLAGS)
+    check_sweep_values(checked_sweep, given, where, BASE_FLAGS)
     return checked_sweep
 
 
@@ -205,20 +205,25 @@ def _belongs(serve: list[Params], bench: list[Params]) -> None:
                     raise UsageError(f"{flag}: {key} belongs to {other}")
 
 
-def _checked(params: Mapping[str, Any], where: str) -> Iterator[tuple[Flag, Any]]:
+def _checked(params: Mapping[str, Any], where: str, point: int | None = None) -> Iterator[tuple[Flag, Any]]:
+    """Flags with typed values, of the base or of a point."""
     for key, value in params.items():
-        flag = find(key, BASE_FLAGS, where)
-        yield flag, None if value is None else typed(flag, value, where)
+        flag = find(key, BASE_FLAGS, where if point is not None else f"{where}: base")
+        try:
+            yield flag, None if value is None else typed(flag, value, where)
+        except UsageError as error:
+            problem = str(error).removeprefix(f"{where}: ")
+            raise UsageError(placed(where, flag.name, BASE_FLAGS, problem, point)) from None
 
 
-def _point(params: Params, where: str) -> Params:
+def _point(params: Params, where: str, number: int = 0) -> Params:
     """A point by full names of flags, with their types. None takes the default of the simulation, not of the base."""
     out: Params = {}
     for key, value in params.items():
         if key == NAME or key.startswith(TENANTS):
             out[key] = value
             continue
-        flag, value = next(_checked({key: value}, where))
+        flag, value = next(_checked({key: value}, where, number))
         if flag.name in out:
             raise UsageError(f"{where}: {flag.name} is given twice; keep one")
         out[flag.name] = str(value) if isinstance(value, Path) else value
