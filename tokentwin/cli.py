@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from io import TextIOWrapper
+from typing import Any, Literal, get_args, get_origin
 
-from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
+from cyclopts import App, CoercionError, CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from serving.errors import TokenTwinError, UsageError
 from tokentwin.provenance import ARGV, VERSION
@@ -126,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"unexpected {unused!r}; options start with --, and --help lists them", USAGE)
     except UnknownOptionError as error:
         return _fail(_unknown(error), USAGE)
+    except CoercionError as error:
+        return _fail(_not_taken(error), USAGE)
     except CycloptsError as error:
         return _fail(str(error), USAGE)
     except KeyboardInterrupt:
@@ -158,6 +161,24 @@ def _unknown(error: UnknownOptionError) -> str:
     if not owners or get_close_matches(name, mine, n=1, cutoff=0.8):
         return str(error)
     return f"Unknown option: {name}. It is an option of {', '.join(owners)}."
+
+
+def _not_taken(error: CoercionError) -> str:
+    """The option or argument, what it must be, and what was given."""
+    token, argument = error.token, error.argument
+    name = (token is not None and token.keyword) or (argument is not None and argument.name) or "an argument"
+    if error.msg is not None:
+        return f"{name} {error.msg}"
+    if token is None:
+        return str(error)
+    leaves = [leaf for leaf in get_args(error.target_type) or (error.target_type,) if leaf is not type(None)]
+    words = [_WORDS.get(leaf) or " or ".join(map(str, get_args(leaf))) for leaf in leaves]
+    if get_origin(error.target_type) is Literal or not all(words):
+        return str(error)
+    return f"{name} must be {' or '.join(words)}, got {token.value!r}"
+
+
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _fail(message: str, code: int) -> int:

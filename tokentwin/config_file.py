@@ -21,7 +21,7 @@ from sim.fleet.spec import set_by_all
 from sim.workload.flags import known_flags
 from sim.workload.yaml_lines import DuplicateKey, load_yaml, yaml_problem
 from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT, SIMULATE
-from tokentwin.flags import NO_PATH, Command, Flag, find, takes
+from tokentwin.flags import TEXTS, Command, Flag, find, no_value, takes
 
 NOT_IN_FILES = ("config", "print_config")
 COMMA_SEPARATED = ("metric_percentiles", "percentile_metrics", "sweep_load", "link_vars")
@@ -141,6 +141,8 @@ def typed(flag: Flag, value: Any, where: str) -> Any:
     """A value of a file with the type that the command line would give it. Raises UsageError, beginning with `where`."""
     if flag.structured:
         return value  # checked with the deployment
+    if flag.kind in (Path, *TEXTS) and value == "":
+        raise UsageError(f"{where}: {flag.name}: {no_value(flag.name, flag.kind)}")
     if flag.several and isinstance(value, list | tuple | dict) and not value:
         raise UsageError(f"{where}: {flag.name}: the list is empty; give at least one, or leave it out")
     if flag.several:
@@ -155,8 +157,6 @@ def typed(flag: Flag, value: Any, where: str) -> Any:
         value = str(value)
     elif flag.kind in (int, float, int | None, float | None) and isinstance(value, bool):
         raise UsageError(f"{where}: {flag.name}: must be a number, got {str(value).lower()}")
-    elif flag.kind is Path and value == "":
-        raise UsageError(f"{where}: {flag.name}: {NO_PATH}")
     elif flag.name in COMMA_SEPARATED and isinstance(value, list | tuple):
         value = ",".join(map(str, value))
     try:

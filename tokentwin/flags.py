@@ -14,6 +14,10 @@ from serving.errors import UsageError, nearest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 NO_PATH = "is empty; give a path, and . for the current folder"
+_NO_TEXT = {
+    "model": "is empty; name one (tokentwin model list) or give its folder or config.json",
+    "gpu": "is empty; name one (tokentwin profile list) or give a profile file",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ def _parameter(flag: Flag) -> inspect.Parameter:
         consume_multiple=1 if flag.several else None,
         negative=None if flag.negative else (),
         negative_iterable=(),
-        converter=_whole if flag.kind in (int, int | None) else as_path if flag.kind is Path else None,
+        converter=_converter(flag),
     )
     annotation: Any = Annotated[flag.kind | None, how]
     return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -96,13 +100,38 @@ def _whole(kind: Any, tokens: Any) -> int:
         raise ValueError(f"must be a whole number, got {value!r}") from None
 
 
+def _converter(flag: Flag) -> Callable[[Any, Any], Any] | None:
+    """What makes a value of the words of the command line, where cyclopts alone would take too much."""
+    if flag.kind in (int, int | None):
+        return _whole
+    if flag.kind is Path:
+        return as_path
+    return as_text if flag.kind in TEXTS else None
+
+
+TEXTS = (str, str | None, list[str])
+
+
+def no_value(name: str, kind: Any = str) -> str:
+    """What is wrong with an empty value of a flag of that name and kind, a path or a text."""
+    return NO_PATH if kind is Path else _NO_TEXT.get(name, "is empty; give a value, or leave it out")
+
+
 def as_path(kind: Any, tokens: Any) -> Path | list[Path]:
     """A path or a list; an empty one would be the current folder, and comes of a shell variable that is not set."""
-    for token in tokens:
-        if not token.value:
-            raise ValueError(NO_PATH if token.keyword else f"an argument {NO_PATH}")
+    if not all(token.value for token in tokens):
+        raise ValueError(NO_PATH)
     paths = [Path(token.value) for token in tokens]
     return paths if get_origin(kind) is list else paths[0]
+
+
+def as_text(kind: Any, tokens: Any) -> str | list[str]:
+    """A text or a list of them; an empty one would be no option at all."""
+    texts = [str(token.value) for token in tokens]
+    if not all(texts):
+        option = tokens[0].keyword
+        raise ValueError(no_value(option.lstrip("-")) if option else "is empty; give a value")
+    return texts if get_origin(kind) is list else texts[0]
 
 
 def _columns(console: Any, options: Any, entries: Any) -> Any:

@@ -127,8 +127,11 @@ def check_fleet(d: Deployment) -> None:
             raise UsageError(
                 f"pools: role {role} without a pool of role {other}; add one, or leave role out for pools that do both"
             )
+        both = next(pool.name for pool in specs if pool.role == "both")
+        others = " and ".join(sorted(roles - {"both"}))
         raise UsageError(
-            f"pools: roles are {', '.join(sorted(roles))}; either leave role out, or have prefill and decode pools"
+            f"pools: {both} has role both (the default) beside pools of role {others}; give it prefill or decode, or "
+            "leave role out of all of them"
         )
     if d.kv_transfer is not None and roles == {"both"}:
         raise UsageError("--kv-transfer has an effect only with pools of role prefill and decode")

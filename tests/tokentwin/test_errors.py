@@ -37,8 +37,11 @@ PLAN = ("plan", "--dataset-name", "random", "--request-rate", "5", "--slo", "cha
         ((*SMALL, "--max-num-seqs", "few"), "--max-num-seqs"),
         (
             (*SMALL, "--max-num-seqs", "1.5"),
-            "Invalid value for --max-num-seqs: must be a whole number, got '1.5'",
+            "--max-num-seqs must be a whole number, got '1.5'",
         ),
+        ((*SMALL, "--until", "soon"), "--until must be a number, got 'soon'"),
+        ((*SMALL, "--step-jitter", "much"), "--step-jitter must be a number or profile, got 'much'"),
+        ((*SMALL, "--fast-forward=maybe"), "--fast-forward must be true or false, got 'maybe'"),
         ((*SMALL, "--gpu-memory-utilization", "1.5"), "--gpu-memory-utilization"),
         ((*SMALL, "--seed", "-1"), "--seed"),
         ((*SMALL, "--until", "0"), "--until"),
@@ -84,6 +87,10 @@ PLAN = ("plan", "--dataset-name", "random", "--request-rate", "5", "--slo", "cha
         (
             (*SMALL, "--router", "central", "--pools", "[{role: prefill}]"),
             "pools: role prefill without a pool of role decode; add one, or leave role out",
+        ),
+        (
+            (*SMALL, "--pools", "[{role: prefill}, {role: decode}, {gpu: l40s}]"),
+            "pools: pool2 has role both (the default) beside pools of role decode and prefill; give it prefill",
         ),
         ((*SMALL, "--static-batch-size", "4"), "only with --policy static"),
         ((*SMALL, "--dataset-path", "x.csv"), "--dataset-path has no effect with --dataset-name random"),

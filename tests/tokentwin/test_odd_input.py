@@ -51,8 +51,8 @@ CAPACITY = ("capacity", "--model", "llama-3.1-8b", "--dataset-name", "random", "
         (("--slo",), "--slo"),
         (("--goodput",), "--goodput"),
         (("--gpu", ""), "--gpu is empty"),
-        (("-o", ""), "-o: is empty; give a path, and . for the current folder"),
-        (("--save-result", "--result-dir", ""), "--result-dir: is empty; give a path"),
+        (("-o", ""), "-o is empty; give a path, and . for the current folder"),
+        (("--save-result", "--result-dir", ""), "--result-dir is empty; give a path"),
         # Options that other ones leave without effect.
         (
             ("--gpu", "h100", "--pools", "[{gpu: h200}, {gpu: l40s}]"),
@@ -90,34 +90,53 @@ def test_an_option_that_some_pools_take_has_an_effect_and_a_printed_file_can_be_
     assert again.out == printed.out
 
 
+PATH = "is empty; give a path, and . for the current folder"
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("command", "words"),
     [
-        ("report", ""),
-        ("report", "a", ""),
-        ("diff", "a", ""),
-        ("compare", "", "b"),
-        ("compare", "a", ""),
-        ("conformance", ""),
-        ("diagnose", ""),
-        ("explore", ""),
-        ("reading", ""),
-        ("sweep", ""),
-        ("calibrate", "text", ""),
-        ("calibrate", "from-metrics", ""),
-        ("calibrate", "fit", "", "--device", "h200", "-o", "x.json"),
+        (("report", ""), f"RUNS {PATH}"),
+        (("report", "a", ""), f"RUNS {PATH}"),
+        (("diff", "a", ""), f"B {PATH}"),
+        (("compare", "", "b"), f"BASE {PATH}"),
+        (("compare", "a", ""), f"VARIANTS {PATH}"),
+        (("conformance", ""), f"FOLDER {PATH}"),
+        (("diagnose", ""), f"RUN {PATH}"),
+        (("explore", ""), f"RESULTS {PATH}"),
+        (("reading", ""), f"RUN {PATH}"),
+        (("sweep", ""), f"SPEC {PATH}"),
+        (("calibrate", "text", ""), f"TOKENIZER {PATH}"),
+        (("calibrate", "from-metrics", ""), f"REQUESTS {PATH}"),
+        (("calibrate", "fit", "", "--device", "h200", "-o", "x.json"), f"TABLES {PATH}"),
+        (("diff", "a", "b", "-o", ""), f"-o {PATH}"),
+        (("simulate", "--config", ""), f"--config {PATH}"),
+        (("validate", ""), "PROFILE_FILE is empty; give a value"),
+        (("profile", "show", ""), "NAME is empty; give a value"),
+        (("policy-test", ""), "POLICY is empty; give a value"),
+        (("run", "--model", ""), "--model is empty; name one (tokentwin model list) or give its folder"),
+        (("measure-acceptance", "--model", ""), "--model is empty; name one (tokentwin model list) or give"),
+        (("simulate", *SMALL, "--slo", ""), "--slo is empty; give a value, or leave it out"),
+        (("simulate", *SMALL, "--goodput="), "--goodput is empty; give a value, or leave it out"),
+        (("serve", "--api-key", ""), "--api-key is empty; give a value, or leave it out"),
     ],
-    ids=" ".join,
 )
-def test_an_empty_path_is_not_taken_for_the_current_folder(
-    command: tuple[str, ...], tokentwin: Command
+def test_nothing_is_not_taken_for_the_current_folder_or_for_no_option(
+    command: tuple[str, ...], words: str, tokentwin: Command
 ) -> None:
-    error = tokentwin(*command).error
-    assert error == "error: an argument is empty; give a path, and . for the current folder"
+    """It comes of a shell variable that is not set."""
+    answer = tokentwin(*command)
+    assert answer.code == 2
+    assert answer.error.startswith(f"error: {words}")
 
 
-def test_an_empty_model_is_not_taken_for_the_current_folder(tokentwin: Command) -> None:
+def test_an_empty_model_is_not_taken_for_the_current_folder(tokentwin: Command, tmp_path: Path) -> None:
     assert "--model is empty" in tokentwin("simulate", "--model", "", "--dataset-name", "random").error
+    path = tmp_path / "c.yaml"
+    path.write_text("dataset_name: random\nmodel: ''\n")
+    assert "line 2: model: is empty; name one" in tokentwin("simulate", "--config", path).error
+    with pytest.raises(UsageError, match=r"simulate\(\): gpu: is empty; name one \(tokentwin profile list\)"):
+        tt.simulate(model="llama-3.1-8b", gpu="", dataset_name="random")
 
 
 @pytest.mark.parametrize(
@@ -202,4 +221,4 @@ def test_an_empty_folder_is_none_in_files_and_from_python_either(tokentwin: Comm
     with pytest.raises(UsageError, match=r"sweep\(\): output_dir: is empty"):
         tt.sweep(model="llama-3.1-8b", dataset_name="random", request_rate=[1, 2], output_dir="")
     for command in (("diff", "a", "b"), ("explore", "a"), ("report", "a")):
-        assert "-o: is empty; give a path" in tokentwin(*command, "-o", "").error
+        assert "-o is empty; give a path" in tokentwin(*command, "-o", "").error

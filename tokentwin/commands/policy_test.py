@@ -31,7 +31,7 @@ from serving.policies import policy_names
 from sim.deployment import Deployment
 from tokentwin.config_file import configurable
 from tokentwin.flag_tables import DEPLOYMENT, JSON, RUN
-from tokentwin.flags import Flag, takes
+from tokentwin.flags import Flag, as_text, takes
 from tokentwin.job import DEPLOYMENT_NAMES, make_deployment
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def policy_test(
     policy: Annotated[
         str,
         Parameter(
-            help=f"{', '.join(policy_names())}, or my_module:MyPolicy, looked up in the current folder first."
+            help=f"{', '.join(policy_names())}, or my_module:MyPolicy, looked up in the current folder first.",
+            converter=as_text,
         ),
     ] = "chunked",
     /,

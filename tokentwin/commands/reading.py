@@ -16,6 +16,8 @@ from sim.streaming import READING_TOKENS_PER_S, reading
 from tokentwin.config_file import configurable
 from tokentwin.flags import as_path
 
+EVENT_BYTES = 250
+
 
 @configurable
 def read(
@@ -36,7 +38,7 @@ def read(
     ] = None,
     event_bytes: Annotated[
         int, Parameter(help="Bytes of one event with its JSON and headers (about 250 in the OpenAI API).")
-    ] = 250,
+    ] = EVENT_BYTES,
     reading_speed: Annotated[
         float, Parameter(help="Tokens a second that the reader takes in; 5.3 are 240 words a minute.")
     ] = READING_TOKENS_PER_S,
@@ -52,16 +54,22 @@ def read(
         raise UsageError(
             f"--stream-interval takes whole numbers such as 1,8,32, got {stream_interval!r}"
         ) from None
-    checks: tuple[tuple[str, float, bool], ...] = (
-        *(("--stream-interval", float(n), n >= 1) for n in intervals),
-        ("--stream-slice", stream_slice, stream_slice >= 0),
-        ("--bandwidth", bandwidth or 0.0, bandwidth is None or bandwidth > 0),
-        ("--event-bytes", float(event_bytes), event_bytes > 0),
-        ("--reading-speed", reading_speed, reading_speed > 0),
+    checks: tuple[tuple[str, float, bool, str], ...] = (
+        *(("--stream-interval", float(n), n >= 1, "at least 1") for n in intervals),
+        ("--stream-slice", stream_slice, 0 <= stream_slice < np.inf, "a number of ms, 0 or more"),
+        ("--bandwidth", bandwidth or 0.0, bandwidth is None or bandwidth > 0, "positive"),
+        ("--event-bytes", float(event_bytes), event_bytes > 0, "positive"),
+        ("--reading-speed", reading_speed, 0 < reading_speed < np.inf, "a positive number"),
     )
-    for option, value, fine in checks:
+    for option, value, fine, what in checks:
         if not fine:
-            raise UsageError(f"{option} must be positive, got {value:g}")
+            raise UsageError(f"{option} must be {what}, got {value:g}")
+    if len(set(intervals)) < len(intervals):
+        raise UsageError(f"--stream-interval {stream_interval} names one twice; keep it once")
+    if event_bytes != EVENT_BYTES and bandwidth is None:
+        raise UsageError(
+            "--event-bytes has no effect without --bandwidth; give the bytes a second of the line"
+        )
     record = load_record(run)
     asked = intervals != [1] or stream_slice or bandwidth is not None
     if record.deliveries is not None and asked:
@@ -69,6 +77,13 @@ def read(
             f"{run}: its streams were followed over a network, and read here as they came; give --stream-interval, "
             "--stream-slice-ms and --network to simulate instead"
         )
+    if intervals != [1] or stream_slice:
+        pauses = reading(record).longest_pause_s
+        if np.isfinite(pauses).any() and not np.nanmax(pauses) > 0:
+            raise UsageError(
+                f"{run}: no answer came token by token (beam searches, best_of, answers of one token), so "
+                "--stream-interval and --stream-slice have no effect; leave them out"
+            )
     ways: list[dict[str, Any]] = []
     for interval in intervals:
         found = reading(

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from tokentwin.flags import as_text
+
 AsJson = Annotated[bool, Parameter(help="Print JSON instead.", negative=())]
 
 
@@ -28,7 +30,10 @@ def list_profiles() -> int:
 
 
 def show_profile(
-    name: Annotated[str, Parameter(help="A shipped profile or a profile file.")], /, *, json: AsJson = False
+    name: Annotated[str, Parameter(help="A shipped profile or a profile file.", converter=as_text)],
+    /,
+    *,
+    json: AsJson = False,
 ) -> int:
     """Facts, coefficients, fit errors and hull of a device profile."""
     from costmodel.profile import load_profile
@@ -58,7 +63,7 @@ def list_models() -> int:
 
 
 def show_model(
-    name: Annotated[str, Parameter(help="A shipped model or a path to a config.json.")],
+    name: Annotated[str, Parameter(help="A shipped model or a path to a config.json.", converter=as_text)],
     /,
     *,
     json: AsJson = False,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from calibration.validate import validate as compare
 from experiments.validation_report import save_validation, validation_lines
@@ -13,7 +15,7 @@ from sim.deployment import Deployment
 from tokentwin.commands.validate_live import LIVE, WORKLOAD, run_live
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT
-from tokentwin.flags import Flag, takes
+from tokentwin.flags import Flag, as_text, takes
 from tokentwin.job import make_deployment
 
 RUN = (
@@ -42,7 +44,9 @@ KNOWN = {flag.name: flag for flag in (*RUN, *SERVED, *LIVE, *SENT, *CONFIG_FLAGS
 
 
 @takes(RUN, SERVED, LIVE, SENT, CONFIG_FLAGS)
-def validate(profile_file: str | None = None, /, **flags: Any) -> int:
+def validate(
+    profile_file: Annotated[str | None, Parameter(converter=as_text)] = None, /, **flags: Any
+) -> int:
     """Replay a real run in the twin and print the two side by side, with signed errors.
 
     The engine's settings come from the run; deployment flags say how a vllm bench serve result was served.
