@@ -13,13 +13,16 @@ from pathlib import Path
 
 from calibration.assemble import fit_profile
 from calibration.fit import DEFAULT_OPTIONS, Options
+from calibration.other_library import fit_other
+from calibration.sources import read_sources
 from costmodel.profile import DeviceProfile, FitErrors, Provenance
 
 AIC = "github.com/ai-dynamo/aiconfigurator 095f58a51c4c (Apache-2.0)"
-FITTED_ON = "2026-11-29"
+FITTED_ON = "2026-11-30"
 """Day of the shipped fits; change it when tables, formulas or options change."""
 
 LSS = "github.com/casys-kaist/LLMServingSim 5daddb21a545 (MIT)"
+AGENT_SERVE_SIM = "github.com/rajibrhasan/agentservesim 5a73df777a59 (products of vLLM up to 0.19, CUDA 12)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,9 @@ class Recipe:
     context_splits: float = 1.0
     borrow: tuple[tuple[str, str, str], ...] = ()
     """(group, name, device): a fit that no table of this device gives, taken from a related one."""
+    gemm_version: str = ""
+    other_gemms: tuple[tuple[str, str], ...] = ()
+    """(first engine version, stem in `calibration/data`): products of engines with another library."""
 
 
 RECIPES: dict[str, Recipe] = {
@@ -153,8 +159,14 @@ RECIPES: dict[str, Recipe] = {
             *((f"lss_rtxpro6000_qwen3-32b_tp2_{t}", ()) for t in ("dense", "per_sequence", "attention")),
             ("comm_rtx_pro_6000_server", ()),
         ),
-        (LSS, AIC),
-        ("vLLM 0.19.0", "vLLM 0.24.0 (all-reduce, over two GPUs of 0.19.0 too)"),
+        (LSS, AIC, AGENT_SERVE_SIM),
+        (
+            "vLLM 0.19.0 (products with CUDA 13, which vLLM has by default since 0.20)",
+            "vLLM 0.19.0 with CUDA 12 (products of engines before 0.20)",
+            "vLLM 0.24.0 (all-reduce, over two GPUs of 0.19.0 too)",
+        ),
+        gemm_version="0.20",
+        other_gemms=(("0.19", "gemm_rtxpro6000_cuda12"),),
         borrow=(
             ("gemm", "fp8", "l40s"),
             ("gemm", "int8_wo", "l40s"),
@@ -175,7 +187,7 @@ def build(name: str, data: Path, options: Options = DEFAULT_OPTIONS) -> DevicePr
     """The profile `name` from the tables in `data`, without anything borrowed."""
     recipe = RECIPES[name]
     paths, formats = table_paths(recipe, data)
-    return fit_profile(
+    profile = fit_profile(
         paths,
         name,
         options=options,
@@ -194,6 +206,14 @@ def build(name: str, data: Path, options: Options = DEFAULT_OPTIONS) -> DevicePr
         ),
         progress=_say,
     )
+    tables = read_sources(paths, profile.name).tables if recipe.other_gemms else []
+    others = {
+        version: fit_other(stem, tables, profile.facts, options) for version, stem in recipe.other_gemms
+    }
+    for version, fits in others.items():
+        for dtype, fit in fits.items():
+            _say(f"{name} gemm {dtype} {version}: {fit.errors} ({fit.num_points:,} points; {fit.source})")
+    return profile.model_copy(update={"gemm_version": recipe.gemm_version, "other_gemms": others})
 
 
 def _say(line: str) -> None:

@@ -27,7 +27,7 @@ from serving.errors import UsageError
 from sim.deployment import Built, Deployment, build, simulate
 from sim.latency import latencies
 from sim.lockstep_build import sharing_replicas
-from sim.pipeline_build import collectives
+from sim.pipeline_build import of_version
 from sim.record import Floats, RunRecord, Status
 
 Repricer = Callable[[StepPricer], Prices]
@@ -190,10 +190,11 @@ def _points(
 
 
 def _exchange(built: Built) -> list[str]:
-    """Whose all-reduces price a replay, where the run's engine version chose them."""
+    """Whose products and all-reduces price a replay, where the run's engine version chose them."""
+    version = built.deployment.engine_version
+    names = {"all_reduce": "all-reduces", "products": "products"}
     return [
-        f"all-reduces for engine version {built.deployment.engine_version}: {source}"
-        for source in collectives(built).values()
+        f"{names[name]} for engine version {version}: {source}" for name, source in of_version(built).items()
     ]
 
 
@@ -209,6 +210,6 @@ def _settings(built: Built, source: Path | str) -> dict[str, Any]:
         "real_run": str(source),
         "profile": built.profile.name,
         "profile_hash": built.profile.content_hash,
-        **collectives(built),
+        **of_version(built),
         "deployment": built.deployment.model_dump(mode="json"),
     }

@@ -19,7 +19,7 @@ from costmodel.profile import DeviceProfile, KernelFit
 Floats = npt.NDArray[np.float64]
 
 
-_STREAMING = 0.95
+STREAMING = 0.95
 """Share of the HBM bandwidth that streaming weights reach at best: 0.94 on RTX 4090 and RTX PRO 6000 (tables)."""
 
 
@@ -129,7 +129,7 @@ class LinearLayers:
         seconds = kernel.seconds((gemm.n, gemm.k), tokens)
         floor = np.maximum(
             2.0 * gemm.n * gemm.k * tokens / hw.peak_flops,
-            gemm.weights * hw.weight_bytes / (hw.hbm_bytes_per_s * _STREAMING),
+            gemm.weights * hw.weight_bytes / (hw.hbm_bytes_per_s * STREAMING),
         )
         return np.maximum(seconds, floor)
 

@@ -10,11 +10,11 @@ import json
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from costmodel.engine_version import standing_for
+from costmodel.engine_version import is_newer, standing_for
 from serving.errors import UsageError, nearest
 
 KernelKind = Literal[
@@ -138,6 +138,10 @@ class DeviceProfile(_Frozen):
     facts: DeviceFacts
     gemm: dict[str, KernelFit] = {}
     """By number format: bfloat16, fp8, fp8_block, nvfp4, int8_wo, int4_wo, sq."""
+    gemm_version: str = ""
+    """First engine version whose library multiplies as in `gemm`, where that of others was measured too."""
+    other_gemms: dict[str, dict[str, KernelFit]] = {}
+    """By first engine version, then by number format, for the formats that its library multiplies otherwise."""
     prefill: dict[str, KernelFit] = {}
     """By KV cache format: bfloat16, fp8."""
     decode: dict[str, KernelFit] = {}
@@ -168,6 +172,8 @@ class DeviceProfile(_Frozen):
     def to_json(self) -> str:
         """Canonical compact JSON: keys sorted, no spaces."""
         unset = {"all_reduce_version", "other_all_reduces"} if not self.other_all_reduces else set()
+        if not self.other_gemms:
+            unset |= {"gemm_version", "other_gemms"}
         if self.expert_exchange is None:
             unset.add("expert_exchange")
         document = self.model_dump(mode="json", by_alias=True, exclude=unset)
@@ -179,6 +185,9 @@ class DeviceProfile(_Frozen):
         for group in ("gemm", "prefill", "decode", "decode_mixed", "moe"):
             fits: dict[str, KernelFit] = getattr(self, group)
             found += [(f"{group}/{name}", fit) for name, fit in fits.items()]
+            if group == "gemm":
+                for version, others in self.other_gemms.items():
+                    found += [(f"gemm/{name}/{version}", fit) for name, fit in others.items()]
         for single in ("all_reduce", "expert_exchange", "elementwise", "sampler"):
             fit = getattr(self, single)
             if fit is not None:
@@ -187,20 +196,39 @@ class DeviceProfile(_Frozen):
                 found += [(f"all_reduce/{v}", other) for v, other in self.other_all_reduces.items()]
         return found
 
-    def for_engine(self, version: str, num_gpus: int) -> DeviceProfile:
-        """The profile with the all-reduce that stands for this engine version as its own, over `num_gpus` devices.
+    @property
+    def products(self) -> str:
+        """The first engine version that multiplies as in `gemm`, where that is not the newest; else ''."""
+        return self.gemm_version if any(is_newer(v, self.gemm_version) for v in self.other_gemms) else ""
 
-        That is the newest one measured that is not newer, or the oldest; of those measured over so many devices, where
-        there are any.
+    def for_engine(self, version: str, num_gpus: int) -> DeviceProfile:
+        """The profile with what stands for this engine version as its own: products, and all-reduces over `num_gpus`.
+
+        That is the newest one measured that is not newer, or the oldest; of the all-reduces those measured over so many
+        devices, where there are any.
         """
+        update = self._products_of(version) | self._all_reduce_of(version, num_gpus)
+        return self.model_copy(update=update) if update else self
+
+    def _products_of(self, version: str) -> dict[str, Any]:
+        if not self.other_gemms:
+            return {}
+        chosen = standing_for(version, (self.gemm_version, *self.other_gemms))
+        if chosen == self.gemm_version:
+            return {}
+        fits = self.other_gemms[chosen]
+        kept = {**self.other_gemms, self.gemm_version: {name: self.gemm[name] for name in fits}}
+        others = {v: kept[v] for v in sorted(kept) if v != chosen}
+        return {"gemm": {**self.gemm, **fits}, "gemm_version": chosen, "other_gemms": others}
+
+    def _all_reduce_of(self, version: str, num_gpus: int) -> dict[str, Any]:
         if self.all_reduce is None or not self.other_all_reduces:
-            return self
+            return {}
         fits = {self.all_reduce_version: self.all_reduce, **self.other_all_reduces}
         over = [v for v, fit in fits.items() if fit.measured_at("num_gpus", num_gpus)]
         chosen = standing_for(version, over or fits)
         others = {v: fits[v] for v in sorted(fits) if v != chosen}
-        update = {"all_reduce": fits[chosen], "all_reduce_version": chosen, "other_all_reduces": others}
-        return self.model_copy(update=update)
+        return {"all_reduce": fits[chosen], "all_reduce_version": chosen, "other_all_reduces": others}
 
 
 def list_profiles() -> tuple[str, ...]:

@@ -165,7 +165,9 @@ def spread_of(
     linear, noise, reason = _linear(model, profile, tensor_parallel_size, fmt)
     groups = [
         GroupSpread("engine", f"{profile.name}/engine", ENGINE_LOG_STD, "kernels in an engine, not alone"),
-        GroupSpread("linear", f"{profile.name}/linear/{fmt}", linear, reason),
+        GroupSpread(
+            "linear", "/".join(filter(None, (profile.name, "linear", fmt, profile.products))), linear, reason
+        ),
     ]
     shape = (
         float(model.heads_per_rank(tensor_parallel_size)),

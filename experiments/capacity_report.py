@@ -11,7 +11,7 @@ from experiments.capacity_trial import Outcome, Trial, in_ms
 from sim.deployment import Built
 from sim.fleet.build import devices, num_gpus, num_replicas
 from sim.hull import Extrapolation
-from sim.pipeline_build import collectives
+from sim.pipeline_build import of_version
 
 WIDTH = 80
 SCHEMA = "tokentwin-capacity/1"
@@ -107,7 +107,7 @@ def capacity_json(
         "not_measured": [extrapolation.words for extrapolation in extrapolations],
         "deployment": d.model_dump(mode="json"),
         "profile_hash": built.profile.content_hash,
-        **collectives(built),
+        **of_version(built),
         **(provenance or {}),
     }
     return {key: _strict(value) for key, value in out.items()}

@@ -324,6 +324,7 @@ def _footer(record: RunRecord) -> str:
     parts += [f"commit {commit}" for commit in _facts(record, "git_commit")]
     parts += [f"profile {profile}" for profile in _facts(record, "profile_hash")]
     parts += [f"all-reduce of {source}" for source in _facts(record, "all_reduce")]
+    parts += [f"products {source}" for source in _facts(record, "products")]
     command = f"<br><code>{escape(' '.join(map(str, argv)))}</code>" if isinstance(argv, list | tuple) else ""
     return f"<footer>{escape(' · '.join(parts))}{command}</footer>"
 

@@ -397,8 +397,9 @@ def _ours(record: RunRecord, summary: Summary, verdict: Verdict | None) -> dict[
         out["sim_verdict"] = list(verdict.sentences)
     for key in ("seed", "version", "git_commit", "profile_hash"):
         out[f"sim_{key}"] = meta_value(record, key)
-    if (source := meta_value(record, "all_reduce")) is not None:
-        out["sim_all_reduce"] = source
+    for key in ("all_reduce", "products"):
+        if (source := meta_value(record, key)) is not None:
+            out[f"sim_{key}"] = source
     return out
 
 

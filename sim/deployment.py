@@ -53,7 +53,7 @@ from sim.jitter import step_noise
 from sim.lockstep_build import check_workload, sharing_replicas, with_internal_lb
 from sim.network import Network, check_network, delivering
 from sim.noise import StepNoise
-from sim.pipeline_build import check_parallel, collectives, make_pricer, of_engine
+from sim.pipeline_build import check_parallel, make_pricer, of_engine, of_version
 from sim.record import RunRecord, Status
 from sim.router import RouterOptions
 from sim.speculation import Speculation, check_speculation, plan_speculation
@@ -174,8 +174,8 @@ class Deployment(BaseModel):
     semantics: Literal["vllm-0.33", "vllm-2025"] = "vllm-0.33"
     """Which vLLM V1 the scheduler copies: 2025 has no full-prompt gate and queues every freed page last."""
     engine_version: str | None = None
-    """vLLM version such as 0.19: where the profile has all-reduces of several, the newest measured that is not newer
-    prices them. The newest of all by default; semantics is the scheduler's."""
+    """vLLM version such as 0.19: where the profile has products or all-reduces of several, the newest measured that is
+    not newer prices them. The newest of all by default; semantics is the scheduler's."""
     enforce_eager: bool = False
     """No CUDA graphs."""
     response_cache: str | None = None
@@ -481,7 +481,7 @@ def simulate(
         "limits": {name: getattr(built.limits, name) for name in built.limits.__slots__},
         "workload": {"name": workload.name, **workload.meta},
         "profile_hash": built.profile.content_hash,
-        **collectives(built),
+        **of_version(built),
         **({"shared_experts": True} if built.in_lockstep else {}),
         "seed": seed,
     }

@@ -77,20 +77,21 @@ def of_engine(d: Deployment, profile: DeviceProfile, sharing: int = 1) -> tuple[
     option = f"--engine-version {version}"
     instead = sharing > 1 and profile.expert_exchange is None and profile.all_reduce is not None
     num_gpus = sharing if reducing(d) == 1 and instead else reducing(d)
-    if num_gpus == 1:
-        return profile, [
-            f"{option} has no effect: all-reduces are priced by it, and one GPU a replica has none"
-        ]
-    if not profile.other_all_reduces:
-        return profile, [f"{option} has no effect: {profile.name} has all-reduces of one version only"]
+    reduces = num_gpus > 1 and bool(profile.other_all_reduces)
+    if not reduces and not profile.other_gemms:
+        if num_gpus == 1:
+            why = "all-reduces are priced by it, and one GPU a replica has none"
+        else:
+            why = f"{profile.name} has products and all-reduces of one version only"
+        return profile, [f"{option} has no effect: {why}"]
     chosen = profile.for_engine(version, num_gpus)
     warnings = []
-    if is_newer(chosen.all_reduce_version, version):
+    if reduces and is_newer(chosen.all_reduce_version, version):
         warnings.append(
             f"{option}: all-reduces are those of {chosen.all_reduce_version}, the oldest version that was measured over "
             f"so many {profile.name}"
         )
-    if instead:
+    if reduces and instead:
         warnings.append(
             f"{option}: {profile.name} has no expert_exchange, so that what replicas which share experts exchange is "
             f"priced as an all-reduce of {chosen.all_reduce_version}; calibrate one to have its own price"
@@ -98,16 +99,21 @@ def of_engine(d: Deployment, profile: DeviceProfile, sharing: int = 1) -> tuple[
     return chosen, warnings
 
 
-def collectives(built: Built) -> dict[str, str]:
-    """What a run's results say of the all-reduces behind its prices, where an engine version chose them."""
-    sources = dict.fromkeys(
+def of_version(built: Built) -> dict[str, str]:
+    """What a run's results say of the tables behind its prices, where an engine version chose them."""
+    versioned = [b for b in built.pools or (built,) if b.deployment.engine_version]
+    reduces = dict.fromkeys(
         b.profile.all_reduce.source
-        for b in built.pools or (built,)
-        if b.deployment.engine_version
-        and (reducing(b.deployment) > 1 or _instead(b))
-        and b.profile.all_reduce
+        for b in versioned
+        if (reducing(b.deployment) > 1 or _instead(b)) and b.profile.all_reduce
     )
-    return {"all_reduce": "; ".join(sources)} if sources else {}
+    products = dict.fromkeys(
+        f"from engine version {b.profile.gemm_version} on: {b.profile.gemm['bfloat16'].source}"
+        for b in versioned
+        if b.profile.other_gemms
+    )
+    found = {"products": "; ".join(products), "all_reduce": "; ".join(reduces)}
+    return {name: sources for name, sources in found.items() if sources}
 
 
 def _instead(built: Built) -> bool:

@@ -68,8 +68,29 @@ def test_choosing_loses_nothing_and_touches_nothing_else() -> None:
     assert old.content_hash != shipped.content_hash
     assert dict(old.kernels())["all_reduce/0.24.0"] == shipped.all_reduce
     assert old.for_engine("0.28", 2) == shipped
-    kept = set(DeviceProfile.model_fields) - {"all_reduce", "all_reduce_version", "other_all_reduces"}
+    chosen = {"all_reduce", "all_reduce_version", "other_all_reduces", "gemm", "gemm_version", "other_gemms"}
+    kept = set(DeviceProfile.model_fields) - chosen
     assert all(getattr(old, name) == getattr(shipped, name) for name in kept)
+    assert dict(old.kernels())["gemm/bfloat16/0.20"] == shipped.gemm["bfloat16"]
+    assert {f: old.gemm[f] for f in old.gemm if f != "bfloat16"} == {
+        f: shipped.gemm[f] for f in shipped.gemm if f != "bfloat16"
+    }
+
+
+@pytest.mark.parametrize(
+    ("version", "measured_us"),
+    [  # output projection of Llama 3.1 8B at 896 tokens: CUDA 12 until vLLM 0.19, CUDA 13 since 0.20
+        ("0.10.2", 140.298 / 1.074),
+        ("0.19.1", 140.298 / 1.074),
+        ("0.20.0", 95.264),
+        ("0.28", 95.264),
+    ],
+)
+def test_products_of_an_engine_are_those_of_its_library(version: str, measured_us: float) -> None:
+    profile = load_profile("rtxpro6000").for_engine(version, 1)
+    kernel = Kernel("gemm", profile.gemm["bfloat16"], hardware(profile.facts))
+    assert float(kernel.seconds((4096.0, 4096.0), 896.0)) * 1e6 == pytest.approx(measured_us, rel=2e-3)
+    assert profile.products == ("0.19" if measured_us > 100 else "")
 
 
 @pytest.mark.parametrize("gpu", ["a100", "b200", "h200", "l40s", "rtx4090"])
@@ -77,3 +98,4 @@ def test_a_profile_of_one_version_says_nothing_of_versions(gpu: str) -> None:
     profile = load_profile(gpu)
     assert profile.for_engine("0.10", 2) is profile
     assert "other_all_reduces" not in profile.to_json()
+    assert "other_gemms" not in profile.to_json()

@@ -16,7 +16,7 @@ from experiments.public_results import read
 from experiments.results import result_json
 from sim.deployment import Deployment, build, simulate
 from sim.metrics import summarise
-from sim.pipeline_build import collectives
+from sim.pipeline_build import of_version
 from sim.workload import WorkloadSpec, load_workload
 
 STEP = (64, 64, (), 64, 64 * 1000, 1000)
@@ -41,7 +41,7 @@ def test_without_a_version_nothing_is_another() -> None:
 
 def test_an_earlier_version_takes_its_own_all_reduces_alone() -> None:
     """Qwen3-8B sums 64 rows of 4,096 in 16 bit twice in each of 36 layers and once before, and gathers logits once."""
-    old, new = (build(two(engine_version=v)) for v in ("0.19", "0.24"))
+    old, new = (build(two(engine_version=v)) for v in ("0.20", "0.24"))
     assert old.memory == new.memory
     assert old.limits == new.limits
     slower_s = old.pricer.step_s(*STEP) - new.pricer.step_s(*STEP)
@@ -52,15 +52,33 @@ def test_an_earlier_version_takes_its_own_all_reduces_alone() -> None:
     )  # as vLLM measured 512 KiB
     alone = two(tensor_parallel_size=1)
     assert build(alone).pricer.step_s(*STEP) == (
-        build(alone.model_copy(update={"engine_version": "0.19"})).pricer.step_s(*STEP)
+        build(alone.model_copy(update={"engine_version": "0.20"})).pricer.step_s(*STEP)
     )
+
+
+def test_an_engine_with_cuda_12_takes_its_own_products() -> None:
+    """Llama 3.1 8B at 896 tokens: of the four products of a layer two were measured with either library."""
+    old, new = (
+        build(Deployment(model="llama-3.1-8b", gpu="rtxpro6000", engine_version=v)).pricer.step_s(
+            896, 0, (), 0, 0, 0
+        )
+        for v in ("0.19", "0.20")
+    )
+    measured_s = 32 * (140.298 / 1.074 - 95.264 + 153.909 / 1.074 - 123.808) * 1e-6
+    assert 0.8 * measured_s < old - new < 6 * measured_s
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tensor_parallel_size": 1}, "--engine-version 0.19 has no effect: all-reduces are priced by it"),
-        ({"gpu": "h200"}, "--engine-version 0.19 has no effect: h200 has all-reduces of one version only"),
+        (
+            {"gpu": "h100", "tensor_parallel_size": 1},
+            "--engine-version 0.19 has no effect: all-reduces are priced by it",
+        ),
+        (
+            {"gpu": "h200"},
+            "--engine-version 0.19 has no effect: h200 has products and all-reduces of one version only",
+        ),
         ({"engine_version": "0.10.2"}, "all-reduces are those of 0.19.0, the oldest version"),
         ({"tensor_parallel_size": 4}, "those of 0.24.0, the oldest version that was measured over so many"),
         (
@@ -88,7 +106,7 @@ def test_a_profile_without_the_exchange_of_experts_prices_it_as_an_all_reduce_of
     old, new = (build(two(**fields, gpu=str(own), engine_version=v)) for v in ("0.19", "0.24"))
     for built, version in ((old, "0.19.0"), (new, "0.24.0")):
         assert any(f"priced as an all-reduce of {version}" in w for w in built.warnings)
-        assert version in collectives(built)["all_reduce"]
+        assert version in of_version(built)["all_reduce"]
         assert not any("has no effect" in w for w in built.warnings)
     assert old.pricer.step_s(*STEP) > new.pricer.step_s(*STEP)
     measured = build(two(**fields, engine_version="0.19"))
@@ -110,13 +128,21 @@ def test_results_say_whose_all_reduces_were_used() -> None:
         ("0.30", "vLLM_custom_graph 0.24.0"),
     ):
         record = simulate(workload, two(engine_version=version))
-        said = result_json(record, summarise(record)).get("sim_all_reduce")
+        result = result_json(record, summarise(record))
+        said = result.get("sim_all_reduce")
         assert said == (None if source is None else f"kernels_comm_rtx_pro_6000_server.csv: {source}")
+        library = result.get("sim_products")
+        assert (
+            library is None
+            if version is None
+            else library.startswith(f"from engine version {'0.19' if version == '0.19' else '0.20'} on: ")
+        )
 
 
 def test_runs_name_the_version_where_it_prices_something() -> None:
     assert with_engine(two(), "0.19.0").engine_version == "0.19.0"
-    assert with_engine(two(tensor_parallel_size=1), "0.19.0").engine_version is None
+    assert with_engine(two(tensor_parallel_size=1), "0.19.0").engine_version == "0.19.0"
+    assert with_engine(two(gpu="h100", tensor_parallel_size=1), "0.19.0").engine_version is None
     assert with_engine(two(), "nightly").engine_version is None
     named = {(r.source, r.flags.get("engine_version")) for r in read() if r.flags["gpu"] == "rtxpro6000"}
-    assert {version for _, version in named} == {"0.19.0", "0.28.0", None}
+    assert {version for _, version in named} == {"0.19.0", "0.28.0"}
