@@ -83,7 +83,7 @@ def explore_html(space: Space, at: Path, prices: Mapping[str, Price], *, make: s
         *([asset("explore.html")] if done else []),
         *([list_section("What would flip the choice", _plain(space.flips))] if space.flips else []),
         *([_command(space.serve)] if space.serve else []),
-        *([list_section("Notes", _plain(space.notes))] if space.notes else []),
+        *([list_section("Notes", _notes(space.notes))] if space.notes else []),
         _pairs("Failed points", ("Error", "Points"), _failures(space)),
         _pairs("Left out", ("Candidate", "Why"), space.left_out),
         f"<footer>Made by TokenTwin of {escape(str(space.root))}</footer>",
@@ -249,6 +249,10 @@ def _ends(interval: tuple[float, float] | None) -> list[float | None] | None:
 
 def _plain(lines: Iterable[str]) -> list[tuple[str, str]]:
     return [("plain", line) for line in lines]
+
+
+def _notes(lines: Iterable[str]) -> list[tuple[str, str]]:
+    return [("warn" if line.startswith("Not ") else "plain", line) for line in lines]
 
 
 def _failures(space: Space) -> list[tuple[str, str]]:

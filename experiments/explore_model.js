@@ -44,7 +44,6 @@ function breaks(i) {
   if (S.saturatedMisses && ((D.words.load || [])[i] || "").includes("saturated")) found.push("saturated: its queue keeps growing");
   return found;
 }
-// Limits within the 95 % interval of a point's figure, in words: another run might be on their other side.
 function ends(key, i) {
   const found = (D.interval[key] || [])[i], own = value(key, i);
   if (!found || !known(own)) return "";
@@ -53,18 +52,25 @@ function ends(key, i) {
   // Beside saturation an interval has no end worth a number.
   return `${low < own / 10 ? "<" : ""}${words(Math.max(low, own / 10))} to ${high > own * 10 ? ">" : ""}${words(Math.min(high, own * 10))}`;
 }
+// Limits within the 95 % interval of a point's figure, in words: another run might be on their other side.
 function doubts(i) {
+  const words = doubtful(i).map(key => `${label(key)}, ${ends(key, i)} ms,`);
+  if (!words.length) return "";
+  return words.length === 1 ? `Not certain: the 95% interval of ${words[0]} contains the limit.`
+    : `Not certain: the 95% intervals of ${words.join(" and of ")} contain the limits.`;
+}
+function doubtful(i) {
   const found = [];
   for (const metric of LATENCIES) {
     const limit = S.limits[metric];
     if (!limit || !known(limit.ms)) continue;
     const key = `${limit.statistic}_${metric}_ms`, interval = (D.interval[key] || [])[i];
     if (!interval || interval[0] > limit.ms || (known(interval[1]) && interval[1] <= limit.ms)) continue;
-    found.push(`Not certain: the 95% interval of ${label(key)}, ${ends(key, i)} ms, contains the limit.`);
+    found.push(key);
   }
   return found;
 }
-function mark(i) { return (broken(i).length ? "✗" : "✓") + (doubts(i).length ? " not certain" : ""); }
+function mark(i) { return (broken(i).length ? "✗" : "✓") + (doubtful(i).length ? " not certain" : ""); }
 function keeping() { return DONE.filter(i => !broken(i).length); }
 
 // How far beyond its limits, as a factor of the worst; 1 and below keeps all.

@@ -50,7 +50,7 @@ function hover(i, ...keys) {
   const lines = [`<b>#${D.number[i]}</b> ${clear(named(i))}`];
   for (const key of keys) lines.push(`${label(key)} ${shown(key, value(key, i))}${ends(key, i) && ` (95%: ${ends(key, i)})`}`);
   const why = broken(i);
-  lines.push(why.length ? "✗ " + clear(why[0]) : "✓ keeps the promises");
+  lines.push((why.length ? "✗ " + clear(why[0]) : "✓ keeps the promises") + (doubtful(i).length ? ", not certain" : ""));
   return lines.join("<br>");
 }
 function limitOf(key) {
@@ -256,7 +256,7 @@ function drawMoney() {
     const bars = ranked.slice(0, 16);
     draw("plot-money", [{type: "bar", orientation: "h", x: bars.map(c => c.load), y: bars.map(c => clear(named(c.point, D.load))),
       customdata: bars.map(c => c.point), text: bars.map(c => (c.open ? "≥ " : "") + fmt(c.load)), marker: {color: main()},
-      hovertemplate: "%{text}<extra></extra>"}], {height: 110 + 30 * bars.length, bargap: 0.3,
+      hovertemplate: "%{text}<extra></extra>"}], {height: Math.max(300, 110 + 30 * bars.length), bargap: 0.3,
       xaxis: {title: {text: bars.length ? `${unit}; each costs $${bars[0].usd.toFixed(2)} an hour` : unit}, rangemode: "tozero"},
       yaxis: {autorange: "reversed", type: "category"}});
   }

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from experiments.explore_notes import certainty_notes
 from experiments.explore_space import Point, Space, read_object
 from experiments.sweep_spec import NAME, Params, canonical
 from experiments.sweep_store import COLUMNS, ENDS, FIXED, INTERVALS, POINTS, SWEEP, folder_name
@@ -60,9 +61,13 @@ def sweep_space(root: Path, results: Path, serving: Sequence[str]) -> Space:
         str(base[name]) for name in ("model", "gpu", "dataset_name") if name in base and name not in knobs
     ]
     expected = len(given) * num_runs or int((asked.get("search") or {}).get("trials") or 0) * num_runs
-    notes = [
-        f"{expected - len(rows)} of {expected} runs are not done yet: tokentwin sweep … --resume continues."
-    ]
+    notes = []
+    if expected > len(rows):
+        notes.append(
+            f"{expected - len(rows)} of {expected} runs are not done yet: tokentwin sweep … --resume continues."
+        )
+    limits = _limits(base)
+    notes += certainty_notes(points, limits)
     return Space(
         "sweep",
         f"Sweep {root.resolve().name}",
@@ -70,9 +75,9 @@ def sweep_space(root: Path, results: Path, serving: Sequence[str]) -> Space:
         root,
         tuple(k for k in names if len({canonical(p.params[k]) for p in points}) > 1) or names,
         tuple(points),
-        _limits(base),
+        limits,
         base,
-        notes=tuple(notes) if expected > len(rows) else (),
+        notes=tuple(notes),
     )
 
 

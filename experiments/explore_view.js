@@ -102,7 +102,7 @@ function showPoint() {
   }
   const why = broken(i), limited = LATENCIES.some(m => S.limits[m] && known(S.limits[m].ms));
   const lines = why.length ? why.map(w => item("bad", w)) : [item(limited ? "good" : "plain", limited ? "Keeps every promise." : "No promise is set.")];
-  lines.push(...doubts(i).map(words => item("warn", words)));
+  if (doubts(i)) lines.push(item("warn", doubts(i)));
   const bound = (D.words.bound || [])[i], load = (D.words.load || [])[i];
   if (load) lines.push(item(load === "stable" ? "plain" : "warn", `Load: ${load.replace(/_/g, " ")}.`));
   if (bound) lines.push(item("plain", `Bound by ${bound.replace(/_/g, " ")}.`));
@@ -158,9 +158,9 @@ function answer() {
   const point = found ?? DONE.reduce((a, b) => excess(b) < excess(a) ? b : a, DONE[0]);
   if (found !== null) {
     line.append(`Best by ${label(S.objective).replace(/^(Output|Requests|Prompt)/, w => w.toLowerCase())}: `, bold(named(found)),
-      ` with ${shown(S.objective, value(S.objective, found))}.`, ...doubts(found).map(words => " " + words));
+      ` with ${shown(S.objective, value(S.objective, found))}. ` + doubts(found));
   } else if (DONE.length) {
-    line.append("The nearest is ", bold(named(point)), ": " + broken(point).join(", ") + ".");
+    line.append("The nearest is ", bold(named(point)), ": " + broken(point).join(", ") + ". " + doubts(point));
   }
   $("show-best").onclick = () => { select(point, true); if (narrow()) $("point").scrollIntoView({behavior: "smooth"}); };
   $("show-best").hidden = S.selected === null || point === S.selected;
@@ -204,12 +204,13 @@ function drawStale(all) {
 function frontAndTable() {
   const edge = drawFront();
   table("front-table", [[null, "Point"], [null, FIGURE[S.x].label], [null, FIGURE[S.y].label], [null, "Settings"]],
-    edge.slice(0, 60).map(i => [i, shown(S.x, value(S.x, i)), shown(S.y, value(S.y, i)), named(i) + (doubts(i).length ? " (not certain)" : "")]));
+    edge.slice(0, 60).map(i => [i, shown(S.x, value(S.x, i)), shown(S.y, value(S.y, i)), named(i) + (doubtful(i).length ? " (not certain)" : "")]));
   $("front-count").textContent = edge.length === 1 ? "The one point on the front" : `The ${edge.length} points on the front`;
 }
 function moneyAndTable() {
   table("money-table", [[null, "Point"], [null, "Capacity"], [null, "$ per hour"], [null, "Configuration"]],
-    drawMoney().slice(0, 12).map(c => [c.point, (c.open ? "≥ " : "") + fmt(c.load), "$" + c.usd.toFixed(2), named(c.point, D.load)]));
+    drawMoney().slice(0, 12).map(c => [c.point, (c.open ? "≥ " : "") + fmt(c.load), "$" + c.usd.toFixed(2),
+      named(c.point, D.load) + (c.load > 0 && doubtful(c.point).length ? " (not certain)" : "")]));
 }
 
 function start() {

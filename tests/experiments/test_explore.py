@@ -192,3 +192,33 @@ def test_what_a_plan_is_not_certain_of_is_on_its_page(tmp_path: Path) -> None:
 
 def test_points_of_a_sweep_have_no_intervals(sweep: Path, space: Space) -> None:
     assert payload(space, sweep, PRICES)["interval"] == {}
+
+
+def test_what_a_sweep_is_not_certain_of_is_on_its_page_and_in_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Point by point what the saved results say: intervals around limits, what was not measured, few samples."""
+    where = "model: qwen2.5-14b, gpu: l40s, dataset_name: random, isl: 512, osl: 8, num_prompts: 20, replications: 2"
+    (tmp_path / "s.yaml").write_text(
+        f"base: {{{where}, slo: [p95_ttft:220, p99_e2el:100000]}}\ngrid: {{request_rate: [0.1, 3, 40]}}\n"
+    )
+    assert main(["sweep", str(tmp_path / "s.yaml"), "-o", str(tmp_path), "--jobs", "1"]) == 0
+    table = rows(tmp_path / "s")
+    doubtful = [r["p95_ttft_ci95_low_ms"] <= 220 < r["p95_ttft_ci95_high_ms"] for r in table]
+    assert 0 < sum(doubtful) < 3
+    capsys.readouterr()
+    assert main(["explore", str(tmp_path / "s")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    numbers = ", ".join(
+        f"#{row['index']}" for row, is_doubtful in zip(table, doubtful, strict=True) if is_doubtful
+    )
+    assert said[0] == (
+        f"Note: Not certain at {numbers}: the 95% interval of P95 TTFT contains the sweep's limit of 220 ms."
+    )
+    saved = json.loads(next((tmp_path / "s").glob("*/run=0.json")).read_text())
+    assert saved["sim_extrapolations"][0].startswith("lm_head")
+    assert f"Note: Not measured at all 3 points: {saved['sim_extrapolations'][0]}." in said
+    assert any(line.startswith("Note: At all 3 points, P99 E2EL of 20 samples is nearly") for line in said)
+    assert not any("P90" in line for line in said)
+    page = (tmp_path / "s" / "explore.html").read_text(encoding="utf-8")
+    assert all(line.removeprefix("Note: ").replace("'", "&#x27;") in page for line in said[:-1])
