@@ -1,7 +1,7 @@
 """A saved run folder read back: its record, and all that a report is made of.
 
-The inverse of `experiments.results.save_run` with steps. Folders of older versions lack the times of tokens; they open,
-and `missing` says what cannot be shown.
+The inverse of `experiments.results.save_run` with steps. Folders of older versions lack the times of tokens, or the
+percentiles that bound intervals; they open, and `missing` says what cannot be shown.
 """
 
 from __future__ import annotations
@@ -90,6 +90,11 @@ def open_run(folder: str | Path) -> Opened:
     points = tuple(meta.get("percentiles") or DEFAULT_PERCENTILES)
     summary = summarise(record, percentiles=points, goodput=Goodput(**limits), slos=slos)
     certainty = _certainty(base / CERTAINTY)
+    if certainty is not None and certainty.replicated is not None and not certainty.replicated.ladders:
+        missing.append(
+            "The intervals are of an older version, which did not bound percentiles by one another: between two "
+            "populations, such as fast and slow replicas, they are too wide. Run it again to have narrower ones."
+        )
     roofline, why = _roofline(record)
     if why:
         missing.append(why)

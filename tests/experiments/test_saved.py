@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,44 @@ def test_a_folder_of_an_older_version_opens_and_says_what_it_lacks(
     assert TOKENS in page
     assert "ITL (per event)" not in page
     assert "Roofline of the steps" not in page
+
+
+def test_a_folder_without_the_percentiles_that_bound_intervals_serves_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its intervals are each percentile's own, as that version showed them, and the report says so."""
+    traffic = {"dataset_name": "random", "isl": 100, "osl": 8, "num_prompts": 20, "request_rate": 50.0}
+    run = simulate(model="qwen3-0.6b", gpu="h200", replications=2, **traffic)
+    folder, old = tmp_path / "new", tmp_path / "old"
+    run.save(folder)
+    shutil.copytree(folder, old)
+    saved = json.loads((old / CERTAINTY).read_text())
+    replicated = saved["replicated"]
+    del replicated["ladders"]
+    for figures in (
+        replicated["nominal"], *replicated["effects"].values(), *replicated["noise_only"], *replicated["replicas"]
+    ):  # fmt: skip
+        for name in [name for name in figures if name.startswith("_")]:
+            del figures[name]
+    (old / CERTAINTY).write_text(json.dumps(saved))
+    opened = open_run(old)
+    assert ["an older version" in note for note in opened.missing] == [True]
+    assert opened.certainty is not None
+    assert run.certainty.replicated is not None
+    for name in ("p95_ttft", "mean_tpot", "p99_e2el"):
+        assert opened.certainty.interval(name) == replace(run.certainty.replicated, ladders=()).interval(name)
+    for command in (
+        ["report", str(old)],
+        ["report", str(old), str(folder), "-o", str(tmp_path / "both.html")],
+        ["diff", str(old), str(folder), "-o", str(tmp_path / "diff")],
+        ["compare", str(old), str(folder)],
+        ["diagnose", str(old)],
+        ["validate", "--against", str(old)],
+    ):
+        assert main(command) == 0, command
+    assert capsys.readouterr().err == ""
+    assert opened.missing[0] in (old / "report.html").read_text(encoding="utf-8")
+    assert opened.missing[0] in (tmp_path / "both.html").read_text(encoding="utf-8")
 
 
 def test_a_broken_file_is_one_line(made: tuple[Run, Path], tmp_path: Path) -> None:
