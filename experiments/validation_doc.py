@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from calibration import engine_spread, kernel_errors, leave_model_out, step_times
+from calibration import drain, engine_spread, kernel_errors, leave_model_out, step_times
 from calibration.compare import METRICS, STATISTICS, Comparison
 from calibration.compare_host import Gaps, fit_gaps, with_gaps
 from calibration.doc_tables import between
@@ -39,6 +39,7 @@ def filled(page: str, data: Path, live: Path, *, models: bool = True) -> str:
     page = live_doc.spliced(page, live_doc.tables([live / name for name in LIVE]))
     page = between(page, "engine spread", engine_spread.table(data))
     page = between(page, "steps", step_times.table(data / "yardstick"))
+    page = between(page, "drain", drain.table(data / "yardstick"))
     page = spliced(page, tables(data / "yardstick"))
     if models:
         left = [

@@ -32,7 +32,7 @@ def stairs(scale: float, tokens: range) -> dict[int, float]:
 
 
 def test_pace_is_the_factor_between_two_cards_that_run_the_same_kernel() -> None:
-    """Twice as deep takes 1.9 times as long here; the other card is 1.25 times as slow; at 64 tokens other kernels run."""
+    """Twice as deep takes 1.9 times as long; the other card is 1.25 times as slow, at 64 tokens by another factor."""
     theirs = samples(
         {
             LLAMA_UP.deeper: {64: 99.0, **stairs(1.9 * 1.25, range(576, 3073, 64))},
