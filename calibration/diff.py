@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 
 import numpy as np
+import numpy.typing as npt
 
 from calibration.recorded import RecordedPrices
 from calibration.sides import INSTEAD, Side
@@ -229,6 +230,7 @@ def _same_workload(a: Workload, b: Workload) -> bool:
         "sent_s",
         "prompt_tokens",
         "output_tokens",
+        "tenant",
         "priority",
         "segment_offsets",
         "segment_ends",
@@ -236,14 +238,22 @@ def _same_workload(a: Workload, b: Workload) -> bool:
         "after",
         "think_s",
     )
-    widths = [w.beam_width if w.beam_width is not None else np.zeros(len(w), np.int64) for w in (a, b)]
-    rtts = [[t.rtt_s for t in w.tenants] for w in (a, b)]
+    tenants = [[replace(t, name="", slo_class="") for t in w.tenants] for w in (a, b)]
     return (
         all(np.array_equal(getattr(a, name), getattr(b, name)) for name in columns)
         and a.closed_loop == b.closed_loop
-        and rtts[0] == rtts[1]
-        and np.array_equal(widths[0], widths[1])
+        and tenants[0] == tenants[1]
+        and all(
+            np.array_equal(_asked(a, name, usual), _asked(b, name, usual))
+            for name, usual in (("beam_width", 0), ("best_of", 1))
+        )
     )
+
+
+def _asked(workload: Workload, name: str, usual: int) -> npt.NDArray[np.int64]:
+    """A column that is there where a request asks for more than the usual."""
+    column = getattr(workload, name)
+    return np.full(len(workload), usual) if column is None else np.maximum(column, usual)
 
 
 def _replay(sides: tuple[Side, Side], of_b: frozenset[str], *, all_of_b: bool) -> dict[str, float]:

@@ -43,6 +43,7 @@ def run(
     rate: float = 80.0,
     count: int = 16,
     beam_width: int | None = None,
+    best_of: int = 1,
     **changes: Any,
 ) -> RunRecord:
     tenant = {
@@ -50,6 +51,7 @@ def run(
         "arrivals": {"request_rate": rate},
         "num_prompts": count,
         "beam_width": beam_width,
+        "best_of": best_of,
     }
     spec = WorkloadSpec(tenants=(TenantSpec.model_validate(tenant),))
     built = build(Deployment.model_validate({**BASE, **changes}))
@@ -95,6 +97,7 @@ ALONE: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("seats of a pipeline", "schedule", {**PIPELINE, "max_num_seqs": 2}, {}),
     ("traffic of a pipeline", "workload", {**PIPELINE, "rate": 200.0}, {}),
     ("searches", "workload", {"beam_width": 2}, {"beam_width": 3}),
+    ("answers to choose from", "workload", {}, {"best_of": 3}),
     ("searches on a fleet", "workload", {"pools": POOLS}, {"pools": POOLS, "beam_width": 2}),
     ("seats of searches", "schedule", {"beam_width": 2, "max_num_seqs": 4}, {}),
     ("seats and CUDA graphs", "schedule", {"max_num_seqs": 3}, {}),
@@ -113,6 +116,22 @@ def test_what_one_part_changes_is_in_that_part_alone(case: Any, seed: int) -> No
     _, part, *settings_of = case
     a, b = pair(*settings_of)
     assert_alone(diff(run(seed, **a), run(seed, **b), metrics=METRICS), part)
+
+
+@pytest.mark.parametrize("second", [{"weight": 8.0}, {"best_of": 2}, {"rtt_ms": 30.0}], ids=str)
+def test_what_a_tenant_is_owed_and_asks_for_is_workload(second: dict[str, Any]) -> None:
+    def record(**fields: Any) -> RunRecord:
+        tenant = {
+            "dataset": {"name": "random", "input_len": 150, "output_len": 20},
+            "arrivals": {"request_rate": 200.0},
+            "num_prompts": 12,
+        }
+        tenants = ({"name": "a", **tenant}, {"name": "b", **tenant, **fields})
+        spec = WorkloadSpec(tenants=tuple(map(TenantSpec.model_validate, tenants)))
+        built = build(Deployment.model_validate({**BASE, "max_num_seqs": 3, "scheduling_policy": "fair"}))
+        return simulate(load_workload(spec, seed=0), built, seed=0)
+
+    assert_alone(diff(record(), record(**second), metrics=METRICS), "workload")
 
 
 DEPLOYMENTS: list[dict[str, Any]] = [
