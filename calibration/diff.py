@@ -7,7 +7,8 @@ link without prefill apart from decode: only orders count that swap them while t
 parts then add up to the difference of the two replays; what a replay misses of its own recorded run is kept apart as
 `unexplained`.
 
-- workload: which requests are sent, and when (closed loops and sessions wait for their answers);
+- workload: which requests are sent, when (closed loops and sessions wait for their answers) and by whom, and how many
+  answers they ask for;
 - schedule: limits, KV pages, batch policy, queue order, how long drafts are;
 - kernel: device time of a step, given what it computes, verifications and draft passes included;
 - host: host time of a step, and of a request before and after the engine;
