@@ -67,7 +67,7 @@ def thin_percentiles(summary: Summary) -> tuple[ThinPercentile, ...]:
 def batch_means(values: Floats, batches: int = BATCHES) -> tuple[float, float]:
     """(mean, half width of its 95 % interval) of a stationary, autocorrelated sequence in time order.
 
-    Consecutive values are averaged in `batches` batches, which are treated as independent; to treat the values as such makes
+    Consecutive values are averaged in `batches` batches, which are treated as independent; to treat the values so makes
     intervals that are far too narrow. NaN half width with fewer than two values a batch.
     """
     size = len(values) // batches
