@@ -150,7 +150,8 @@ def panels(record: RunRecord, summary: Summary, roofline: Roofline | None) -> li
         out.append(
             (
                 "Roofline of the steps",
-                "Steps, sized by device time. Left of the bend memory limits them, right of it compute.",
+                "Steps by arithmetic intensity and speed, sized by device time, below the peaks of "
+                f"{roofline.device or 'the device'}. Left of the bend memory limits them, right of it compute.",
                 figures.roofline(record, roofline),
                 True,
             )

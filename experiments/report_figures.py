@@ -329,7 +329,7 @@ def slowest(record: RunRecord, count: int = 20) -> Figure:
             hovertemplate="%{x:.4g} s",
         )
     fig.update_yaxes(tickfont_size=11)
-    return fig.update_xaxes(title_text="Time since the client sent it (s)")
+    return fig.update_xaxes(title_text="Time since it was sent (s)")
 
 
 def roofline(record: RunRecord, work: Roofline) -> Figure:
@@ -371,21 +371,18 @@ def roofline(record: RunRecord, work: Roofline) -> Figure:
     ridge = work.peak_flops_per_s / work.peak_bytes_per_s
     low, high = min([ridge / 30, *x_seen]) / 1.5, max([ridge * 10, *x_seen]) * 1.5
     roof = np.minimum(np.array([low, ridge, high]) * work.peak_bytes_per_s, work.peak_flops_per_s) / 1e12
-    name = (
-        f"{html.escape(work.device)} peak: {work.peak_flops_per_s / 1e12:.4g} TFLOP/s, "
-        f"{work.peak_bytes_per_s / 1e12:.3g} TB/s"
-    )
+    name = f"peaks: {work.peak_flops_per_s / 1e12:.4g} TFLOP/s, {work.peak_bytes_per_s / 1e12:.3g} TB/s"
     fig.add_scatter(
-        x=[low, ridge, high], y=roof, mode="lines", name=name.strip(), line={"color": theme.INK, "width": 2}
+        x=[low, ridge, high], y=roof, mode="lines", name=name, line={"color": theme.INK, "width": 2}
     )
-    fig.update_xaxes(title_text="Arithmetic intensity (FLOP/byte), logarithmic", type="log")
+    fig.update_xaxes(title_text="Intensity (FLOP/byte), logarithmic", type="log")
     return fig.update_yaxes(title_text="Speed (TFLOP/s), logarithmic", type="log")
 
 
 def by_tenant(summary: Summary) -> Figure:
     """Median, P95 and P99 of TTFT of each tenant, and of TPOT where answers stream."""
     metrics = [name for name in ("ttft", "tpot") if name in summary.metrics]
-    fig = theme.beside(len(metrics), height=150 + 34 * len(summary.tenants))
+    fig = theme.beside(len(metrics), height=150 + 34 * len(summary.tenants), spacing=0.12)
     names = [html.escape(t.name) for t in summary.tenants]
     points = [p for p, _ in summary.ttft.percentiles_s] or [50.0]
     shown = [p for p in points if p in (50, 95, 99)] or points[-3:]

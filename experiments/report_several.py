@@ -164,7 +164,7 @@ def stages(runs: Sequence[Opened], names: Sequence[str]) -> Any:
             hovertemplate="%{x:.4g} s",
         )
     fig.update_yaxes(autorange="reversed")
-    return fig.update_xaxes(title_text="Mean time since the client sent it (s)")
+    return fig.update_xaxes(title_text="Mean time since it was sent (s)")
 
 
 def over_time(runs: Sequence[Opened], names: Sequence[str]) -> Any:

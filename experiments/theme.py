@@ -64,10 +64,10 @@ def stacked(rows: int, *, height: int) -> Any:
     return fig.update_layout(layout(height=height))
 
 
-def beside(cols: int, *, height: int) -> Any:
-    """Plots side by side over one y axis."""
+def beside(cols: int, *, height: int, spacing: float = 0.06) -> Any:
+    """Plots side by side over one y axis, `spacing` of the width apart."""
     subplots: Any = import_module("plotly.subplots")
-    fig = subplots.make_subplots(rows=1, cols=cols, shared_yaxes=True, horizontal_spacing=0.06)
+    fig = subplots.make_subplots(rows=1, cols=cols, shared_yaxes=True, horizontal_spacing=spacing)
     return fig.update_layout(layout(height=height))
 
 
