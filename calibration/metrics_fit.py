@@ -111,6 +111,7 @@ def scaled(profile: DeviceProfile, factors: Mapping[str, float], decode_tokens: 
     return profile.model_copy(
         update={
             "gemm": all_moved(profile.gemm, 0),
+            "other_gemms": {version: all_moved(fits, 0) for version, fits in profile.other_gemms.items()},
             "prefill": all_moved(profile.prefill, None, "prefill"),
             "decode": all_moved(profile.decode, None, "decode"),
             "decode_mixed": all_moved(profile.decode_mixed, None, "prefill"),

@@ -63,6 +63,18 @@ def test_kernel_shapes_are_kept(run: Path) -> None:
     assert b.step_s(*prompt) / a.step_s(*prompt) == pytest.approx(2.0, rel=0.06)
 
 
+def test_products_of_other_engine_versions_move_as_well() -> None:
+    model, before = load_model("llama-3.1-8b"), load_profile("rtxpro6000")
+    after = scaled(before, {"prefill": 2.0, "decode": 1.5, "host": 1.0}, 256)
+    a, b = (StepPricer(model, p.for_engine("0.19", 1), max_num_seqs=256) for p in (before, after))
+    assert b.step_s(64, 64, (), 64, 64000, 1000) / a.step_s(64, 64, (), 64, 64000, 1000) == pytest.approx(
+        1.5, rel=0.01
+    )
+    assert b.step_s(2048, 1, [(2048, 0)], 0, 0, 0) / a.step_s(2048, 1, [(2048, 0)], 0, 0, 0) == pytest.approx(
+        2.0, rel=0.05
+    )
+
+
 def test_a_profile_without_measurements_has_nothing_to_move() -> None:
     with pytest.raises(UsageError, match="calibrate the device"):
         scaled(datasheet_profile(FACTS["h200"]), MOVED, 256)
