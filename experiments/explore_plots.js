@@ -257,11 +257,12 @@ function drawMoney() {
     draw("plot-money", [{type: "bar", orientation: "h", x: bars.map(c => c.load), y: bars.map(c => clear(named(c.point, D.load))),
       customdata: bars.map(c => c.point), text: bars.map(c => (c.open ? "≥ " : "") + fmt(c.load)), marker: {color: main()},
       hovertemplate: "%{text}<extra></extra>"}], {height: Math.max(300, 110 + 30 * bars.length), bargap: 0.3,
-      xaxis: {title: {text: bars.length ? `${unit}; each costs $${bars[0].usd.toFixed(2)} an hour` : unit}, rangemode: "tozero"},
+      xaxis: {title: {text: unit}, rangemode: "tozero"},
       yaxis: {autorange: "reversed", type: "category"}});
   }
   const none = found.filter(c => !(c.load > 0)).length, unpriced = found.filter(c => c.load > 0 && !known(c.usd)).length;
   document.getElementById("money-note").textContent =
+    (priced.length && new Set(priced.map(c => c.usd)).size === 1 ? `Each costs $${priced[0].usd.toFixed(2)} an hour. ` : "") +
     (none ? `${none} of ${found.length} configurations keep the promises at none of the loads. ` : "") +
     (unpriced ? `${unpriced} have no price: set one above.` : "");
   return ranked;

@@ -400,4 +400,4 @@ def by_tenant(summary: Summary) -> Figure:
                 marker={"size": 10, "symbol": symbol, "color": colour},
             )
         fig.update_xaxes(title_text=f"{metric.upper()} (ms)", rangemode="tozero", row=1, col=col)
-    return fig.update_yaxes(autorange="reversed")
+    return fig.update_yaxes(type="category", autorange="reversed")

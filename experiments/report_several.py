@@ -163,7 +163,7 @@ def stages(runs: Sequence[Opened], names: Sequence[str]) -> Any:
             marker_color=theme.STAGES[stage],
             hovertemplate="%{x:.4g} s",
         )
-    fig.update_yaxes(autorange="reversed")
+    fig.update_yaxes(type="category", autorange="reversed")
     return fig.update_xaxes(title_text="Mean time since it was sent (s)")
 
 

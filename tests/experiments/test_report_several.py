@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from browser import Browser, needs_browser
 
-from experiments.report_several import curve, run_names, several_html
+from experiments.report_several import curve, run_names, several_html, stages
 from experiments.saved import Opened, open_run
 from serving.errors import UsageError
 from sim.latency import inter_token_gaps
@@ -68,6 +68,14 @@ def test_the_curve_of_gaps_is_the_distribution_of_all_gaps(opened: list[Opened])
     assert share[-1] == 1.0
 
 
+def test_every_run_has_its_bar_also_where_a_name_is_a_number(opened: list[Opened]) -> None:
+    figure = stages(opened, run_names(opened))
+    assert figure.layout.yaxis.type == "category"
+    assert {tuple(bar.y) for bar in figure.data} == {("4", "32")}
+    for run, of_run in zip(opened, np.array([bar.x for bar in figure.data]).T, strict=True):
+        assert of_run.sum() == pytest.approx(run.summary.e2el.mean_s)
+
+
 def test_runs_are_named_by_what_tells_their_folders_apart(opened: list[Opened]) -> None:
     assert run_names(opened) == ["4", "32"]
     same = [opened[0], opened[0]]
@@ -86,10 +94,13 @@ def test_the_command_makes_one_page_or_many(
     links = re.findall(r'<a href="([^"]+)">', page.read_text())
     assert [(page.parent / link).resolve() for link in links] == [f / "report.html" for f in folders]
     capsys.readouterr()
+    many = [tmp_path / f"run{number}" for number in range(9)]
+    for link in many:
+        link.symlink_to(folders[0])
     for wrong, words in (
         ([str(folders[0]), "-o", str(tmp_path)], "a page is one file"),
         ([*map(str, folders), "--plot-timeline"], "shows one run"),
-        ([str(folders[0])] * 9, "2 to 7 runs"),
+        ([*map(str, many)], "2 to 7 runs"),
         ([str(tmp_path / "none")], "cannot read"),
     ):
         assert main(["report", *wrong]) == UsageError.exit_code
