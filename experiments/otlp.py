@@ -15,6 +15,7 @@ from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from experiments.spans import Span, Value
 from serving.errors import TokenTwinError, UsageError
@@ -146,7 +147,7 @@ def check_endpoint(endpoint: str) -> tuple[Any, str]:
     modules = {"grpc": "grpc", "http/protobuf": "http"}
     if protocol not in modules:
         raise UsageError(f"{PROTOCOL}={protocol!r}: known are {', '.join(modules)}")
-    if not endpoint.startswith(("http://", "https://")):
+    if not endpoint.startswith(("http://", "https://")) or not urlsplit(endpoint).netloc:
         raise UsageError(f"--otlp-traces-endpoint {endpoint!r}: write a URL such as http://localhost:4317")
     try:
         exporters = import_module(f"opentelemetry.exporter.otlp.proto.{modules[protocol]}.trace_exporter")

@@ -421,11 +421,13 @@ def metadata_pairs(items: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
     """`KEY=VALUE` texts as a dictionary. Raises UsageError for one that is not such a pair."""
     if isinstance(items, Mapping):
         return dict(items)
-    pairs = {}
+    pairs: dict[str, str] = {}
     for item in items:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise UsageError(f"--metadata: {item!r} is not KEY=VALUE")
+        if key.strip() in pairs:
+            raise UsageError(f"--metadata: {key.strip()} is given twice; keep one")
         pairs[key.strip()] = value.strip()
     return pairs
 

@@ -31,6 +31,7 @@ from sim.admission import TOO_MANY, Admission
 from sim.deployment_limits import (
     check_cache,
     check_recent,
+    cut_answers,
     eviction_limits,
     fitting_seqs,
     host_pages,
@@ -254,6 +255,7 @@ def build(deployment: Deployment) -> Built:
     d = deployment
     check_fleet(d)
     check_network(d)
+    check_cache(d.response_cache)
     if d.pools:
         pools = build_pools(d, build)
         first = pools[0]
@@ -407,7 +409,6 @@ def simulate(
     load_policy(d.policy, **options)  # a wrong name fails before anything runs
     if not len(workload):
         raise UsageError("the workload has no requests; check its filters, or give --num-prompts at least 1")
-    check_cache(d.response_cache)
     if d.scheduling_policy == "edf" and all(tenant.goodput_ttft_s is None for tenant in workload.tenants):
         raise UsageError(
             "--scheduling-policy edf needs deadlines: set --goodput ttft:MS, or a tenant's goodput in a workload file"
@@ -469,7 +470,9 @@ def simulate(
             f"none of the {len(rejected)} requests can run: {record.requests.reason[0]}; raise --max-model-len or "
             "the memory for KV, or shorten the prompts"
         )
-    warnings = [*built.warnings, *idle_options(d, workload), *record.warnings]
+    longest = max(member.limits.max_model_len for member in built.pools or (built,))
+    told = (*idle_options(d, workload), *cut_answers(workload, longest))
+    warnings = [*built.warnings, *told, *record.warnings]
     if rejected.any():
         first = record.requests.reason[int(np.flatnonzero(rejected)[0])]
         warnings.append(

@@ -56,6 +56,18 @@ def idle_options(d: Deployment, workload: Workload) -> list[str]:
     return []
 
 
+def cut_answers(workload: Workload, max_model_len: int) -> list[str]:
+    """A warning where requests ask for more than a sequence may hold, so that their answers end before."""
+    prompts, asked = workload.prompt_tokens, workload.output_tokens
+    cut = int(((prompts < max_model_len) & (prompts + asked > max_model_len)).sum())
+    if not cut:
+        return []
+    return [
+        f"{cut:,} of {len(asked):,} requests ask for more than fits max_model_len {max_model_len}, and their answers "
+        "end there"
+    ]
+
+
 def eviction_limits(d: Deployment, model: ModelShape) -> dict[str, Any]:
     """The scheduler's limits for the eviction order. Raises `UsageError` for options without effect."""
     if d.kv_eviction != "session" and (d.session_keep is not None or d.session_decay is not None):

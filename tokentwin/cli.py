@@ -124,7 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except UnusedCliTokensError as error:
         unused = " ".join(error.unused_tokens or ())
-        return _fail(f"unexpected {unused!r}; options start with --, and --help lists them", USAGE)
+        fix = "options start with --, and --help lists them"
+        if unused.lower() in ("true", "false", "yes", "no", "on", "off"):
+            fix = "a switch takes no value: write --NAME or --no-NAME"
+        return _fail(f"unexpected {unused!r}; {fix}", USAGE)
     except UnknownOptionError as error:
         return _fail(_unknown(error), USAGE)
     except CoercionError as error:

@@ -82,8 +82,10 @@ def _entries(path: Path) -> list[tuple[str, Any, int]]:
         raise UsageError(
             f"--config {path}: not YAML{where}; write lines such as model: llama-3.1-8b"
         ) from None
+    if not text.strip():
+        raise UsageError(f"--config {path}: is empty; write lines such as model: llama-3.1-8b")
     if content is None:
-        return []
+        return []  # comments
     if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
         raise UsageError(f"--config {path}: expected lines such as model: llama-3.1-8b")
     lines = {str(entry.value): entry.start_mark.line + 1 for entry, _ in node.value}
@@ -112,9 +114,13 @@ def _flag(
     except UsageError:
         inner = [name for name in value if _is_known(str(name), known)] if isinstance(value, dict) else []
         if inner:
+            fix = (
+                "give a sweep's file to tokentwin sweep"
+                if key == "base"
+                else f"move them up, and leave {key} out"
+            )
             raise UsageError(
-                f"{where}: {key} is no flag, and {', '.join(inner)} is one level too deep; move up what is below {key}, "
-                "and leave it out"
+                f"{where}: {key} is no flag, and below it are flags one level too deep ({', '.join(inner)}); {fix}"
             ) from None
         if _is_known(key, SIMULATE) and key not in NOT_IN_FILES:
             raise UsageError(

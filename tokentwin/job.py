@@ -73,15 +73,9 @@ def make_job(
     percentiles = parse_percentiles(given.get("metric_percentiles"))
     planned = make_deployment(given, deployment)
     built = builder(planned)
-    if most_replicas(planned) == 1 and given.get("router", "round_robin") != "round_robin":
-        fix = "give the pool 2 or more replicas" if planned.pools else "set --data-parallel-size 2 or more"
-        raise UsageError(f"--router has no effect on one replica; {fix}")
+    check_routing(planned, given)
     if given.get("strict"):
         check_strict(before_run(built))
-    if given.get("priority") is not None:
-        raise UsageError(
-            "--priority has no effect where all requests have the same; give each tenant its own in a workload file"
-        )
     if workload is None:
         workload = make_spec(given)
     else:
@@ -101,6 +95,13 @@ def make_job(
         bool(given.get("strict")),
         make_alerts(given),
     )
+
+
+def check_routing(deployment: Deployment, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for a router in front of one replica."""
+    if most_replicas(deployment) == 1 and given.get("router", "round_robin") != "round_robin":
+        fix = "give the pool 2 or more replicas" if deployment.pools else "set --data-parallel-size 2 or more"
+        raise UsageError(f"--router has no effect on one replica; {fix}")
 
 
 def check_run(given: Mapping[str, Any]) -> tuple[Goodput, tuple[Slo, ...]]:
@@ -171,7 +172,11 @@ def keys_at(place: Location) -> set[str]:
 
 
 def make_spec(flags: Mapping[str, Any]) -> WorkloadSpec:
-    """The workload of the traffic flags, `goodput` limits among them."""
+    """The workload of the traffic flags, `goodput` limits among them. Raises UsageError."""
+    if flags.get("priority") is not None:
+        raise UsageError(
+            "--priority has no effect where all requests have the same; give each tenant its own in a workload file"
+        )
     traffic = {name: value for name, value in flags.items() if name in known_flags() and value is not None}
     if "goodput" in traffic:
         limits = make_goodput(traffic["goodput"]).limits_s()

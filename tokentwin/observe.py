@@ -51,6 +51,10 @@ class Observers:
             from experiments.otlp import check_endpoint
 
             check_endpoint(endpoint)
+        if port is not None and not 0 <= port < 65536:
+            raise UsageError(
+                f"--metrics-port {port}: ports go up to 65535; choose another, or 0 for any that is free"
+            )
         if port is not None and find_spec("prometheus_client") is None:
             raise UsageError(
                 "--metrics-port needs prometheus_client, which is not installed: pip install 'tokentwin[serve]'"

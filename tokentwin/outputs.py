@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments.results import METRICS, metadata_pairs, result_date, result_json, save_result, writable
+from experiments.results import METRICS, metadata_pairs, result_date, result_json, save_result
 from serving.errors import UsageError, nearest
 from sim.certainty import Certainty
 from sim.metrics import Summary
@@ -79,14 +79,12 @@ class Outputs:
 
     def check(self) -> None:
         """Make the folders and fail now rather than after the simulation. Raises UsageError."""
-        folders = [self.output_dir] if self.output_dir is not None else []
+        if self.output_dir is not None:
+            check_folder(self.output_dir)
         if self.save_result:
-            folders.append(self.result_dir)
-        for folder in folders:
-            with writable(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                if not os.access(folder, os.W_OK | os.X_OK):
-                    raise PermissionError(13, "Permission denied")
+            check_folder(self.result_dir, "--result-dir")
+            if self.result_filename is not None:
+                check_file(self.result_dir / self.result_filename, "--result-filename")
 
     def write(self, run: Finished) -> list[Path]:
         """Write the files and return them in the order they were written."""
@@ -123,6 +121,25 @@ class Outputs:
         return paths
 
 
+def check_folder(folder: Path, option: str = "-o", *, file: Path | None = None) -> None:
+    """Make a folder, or that of a file; fails now rather than when there is something to write. Raises UsageError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        where = f"{folder}: {why}" if file is None else f"{file}: {folder}: {why}"
+        raise UsageError(f"{option}: cannot write to {where}; choose another folder") from None
+
+
+def check_file(path: Path, option: str = "-o") -> None:
+    """The same for a file: make its folder. Raises UsageError, also where a folder has its name."""
+    if path.is_dir():
+        raise UsageError(f"{option}: {path} is a folder; name a file, such as {path / 'a'}{path.suffix}")
+    check_folder(path.parent, option, file=path)
+
+
 def _metrics(given: Mapping[str, Any]) -> tuple[str, ...]:
     text = given.get("percentile_metrics")
     if text is None:
@@ -148,7 +165,7 @@ def _file_name(run: Finished, label: str | None, date: str) -> str:
         str(meta["model_id"]).rsplit("/", 1)[-1],
         date,
     ]
-    return "-".join(parts) + ".json"
+    return "-".join(parts).replace("/", "-") + ".json"
 
 
 def _option(name: str) -> str:

@@ -35,6 +35,12 @@ def check_sweep_values(
     wrong with values only together is the affair of each point.
     """
     _check_points(asked, where, flags)
+    axes = asked.search.space if asked.search is not None else ()
+    for name in given:
+        if name in axes or (asked.points and all(name in point for point in asked.points)):
+            raise UsageError(
+                f"{flags[name].option} has no effect: every point has its own {name}; leave it out"
+            )
     problem = _common_problem(asked)
     varied = asked.varied()
     key = None if problem is None else _culprit(problem, asked.base, varied)

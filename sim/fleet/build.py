@@ -142,7 +142,8 @@ def check_fleet(d: Deployment) -> None:
         for outage in d.failures.schedule:
             if outage.replica >= most:
                 raise UsageError(
-                    f"failures: replica {outage.replica} does not exist; there are 0 to {most - 1}"
+                    f"--failures: replica {outage.replica} does not exist; "
+                    + (f"name one of 0 to {most - 1}" if most > 1 else "the only one is 0")
                 )
 
 

@@ -45,3 +45,22 @@ def test_fair_shares_of_one_tenant_are_said_to_be_none() -> None:
     )
     assert early.warnings == ()
     assert early.requests.last_token_s[39] < late.requests.last_token_s[39]
+
+
+def test_answers_that_end_at_the_longest_sequence_are_told() -> None:
+    """Prompt and answer fill `max_model_len` together, whatever was asked for."""
+    known = {
+        "model": "llama-3.2-1b",
+        "dataset_name": "random",
+        "isl": 32,
+        "num_prompts": 3,
+        "max_model_len": 64,
+    }
+    cut = tt.simulate(**known, osl=100)
+    assert list(cut.record.requests.output_tokens) == [32] * 3
+    assert any(
+        "3 of 3 requests ask for more than fits max_model_len 64" in said for said in cut.record.warnings
+    )
+    fits = tt.simulate(**known, osl=32)
+    assert list(fits.record.requests.output_tokens) == [32] * 3
+    assert not any("max_model_len" in said for said in fits.record.warnings)

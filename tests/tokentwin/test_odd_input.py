@@ -222,3 +222,9 @@ def test_an_empty_folder_is_none_in_files_and_from_python_either(tokentwin: Comm
         tt.sweep(model="llama-3.1-8b", dataset_name="random", request_rate=[1, 2], output_dir="")
     for command in (("diff", "a", "b"), ("explore", "a"), ("report", "a")):
         assert "-o is empty; give a path" in tokentwin(*command, "-o", "").error
+
+
+def test_a_label_is_no_folder(tokentwin: Command, tmp_path: Path) -> None:
+    one = ("--replications", "1", "--save-result", "--result-dir", tmp_path, "--label", "a/b")
+    assert tokentwin("simulate", *SMALL, *one).code == 0
+    assert [path.name.startswith("a-b-8.0qps-llama-3.1-8b-") for path in tmp_path.iterdir()] == [True]

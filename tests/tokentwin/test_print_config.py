@@ -89,7 +89,7 @@ def test_one_file_describes_a_deployment_to_every_command(tokentwin: Command, he
         ("\nisl: 3\ninput-len: 4", "line 3: input_len is given twice, first in line 2"),
         (
             "deployment:\n  model: x\n  gpu: y",
-            "line 1: deployment is no flag, and model, gpu is one level too deep",
+            "line 1: deployment is no flag, and below it are flags one level too deep (model, gpu); move them",
         ),
         (
             "seed: 1\nmodel:\n  name: x\n  gpu: y",

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from tokentwin.config_file import configurable
 from tokentwin.flags import as_path
+from tokentwin.outputs import check_file
 
 
 @configurable
@@ -54,8 +55,7 @@ def fit(
 
     if not tables:
         raise UsageError("calibrate fit needs tables: name one or more CSV files, Parquet files or folders")
-    with writable(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
+    check_file(output)
     profile = fit_profile(
         tables,
         facts_of(device),

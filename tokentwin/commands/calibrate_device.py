@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from serving.errors import UsageError
 from tokentwin.config_file import configurable
+from tokentwin.outputs import check_file
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -47,7 +48,6 @@ def device(
     Example: tokentwin calibrate --device auto --model models/smollm2 -o profiles/here.json --budget 2m
     """
     from costmodel.render import render_profile
-    from experiments.results import writable
 
     seconds = parse_budget(budget)
     for name, value, least in (
@@ -68,8 +68,7 @@ def device(
         raise UsageError(
             f"calibrating a device runs the engine, which needs {error.name}: pip install 'tokentwin[engine]'"
         ) from None
-    with writable(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
+    check_file(output)
     options = EngineOptions(
         model,
         load_format=load_format,

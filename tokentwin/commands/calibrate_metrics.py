@@ -16,6 +16,7 @@ from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT
 from tokentwin.flags import Flag, as_path, takes
 from tokentwin.job import make_deployment
+from tokentwin.outputs import check_file
 
 OWN = (
     Flag("profile", str, "The profile to start from: a shipped name or a file."),
@@ -39,14 +40,14 @@ def from_metrics(requests: Annotated[Path, Parameter(converter=as_path)], /, **f
     for name in ("profile", "output"):
         if name not in given:
             raise UsageError(f"--{name} is missing; calibrate from-metrics needs --profile and --output")
+    output = Path(given["output"])
+    check_file(output)
     profile = load_profile(given["profile"])
     served = sorted({flag.name for flag in SERVED} & set(given))
     deployment = make_deployment({**given, "gpu": given["profile"]}) if served else None
     case = read_case(requests, given["profile"], deployment)
     found = refit(case, profile)
-    output = Path(given["output"])
     with writable(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(found.profile.to_json() + "\n", encoding="utf-8")
     sys.stdout.write("\n".join(found.lines()) + f"\n\nWrote {output}; use it with --gpu {output}\n")
     return 0

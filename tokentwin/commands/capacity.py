@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Mapping
@@ -26,8 +27,9 @@ from sim.workload.files import SAMPLES
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import DEPLOYMENT, JSON, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
 from tokentwin.flags import Flag, at_least, takes
-from tokentwin.job import make_deployment, make_goodput, make_spec
+from tokentwin.job import check_routing, make_deployment, make_goodput, make_spec
 from tokentwin.job import words as items
+from tokentwin.outputs import check_folder
 from tokentwin.provenance import ARGV, VERSION, git_commit
 
 if TYPE_CHECKING:
@@ -117,9 +119,7 @@ def capacity(**flags: Any) -> int:
         return print_config(given, build(make_deployment(given)), KNOWN)
     folder = given.get("output_dir")
     if folder is not None:
-        from tokentwin.outputs import Outputs
-
-        Outputs(output_dir=folder).check()
+        check_folder(folder)
     with _status(silent=bool(given.get("disable_tqdm")) or bool(given.get("json"))) as told:
         answer = answer_capacity(given, told=told, progress=told)
     if given.get("json"):
@@ -164,7 +164,9 @@ def answer_capacity(
     variable = given.get("workload_var")
     target = _target(given, variable)
     try:
-        built = build(make_deployment(given, deployment))
+        planned = make_deployment(given, deployment)
+        check_routing(planned, given)
+        built = build(planned)
     except InfeasibleError as error:
         raise InfeasibleError(f"infeasible at any load: {error}") from None
     if is_dynamic(built.deployment):
@@ -182,6 +184,16 @@ def answer_capacity(
     )
     if traffic.whole and workload is None and "num_prompts" in given:
         traffic = make_traffic(make_spec(given), seed=seed, variable=variable)
+    for name in ("rate_scale", "duration"):
+        if name in given and not traffic.whole:
+            raise UsageError(
+                f"--{name.replace('_', '-')} has no effect on a search over {traffic.variable}; leave it out"
+            )
+    start = given.get("request_rate")
+    if start is not None and not math.isfinite(start):
+        raise UsageError(
+            "--request-rate is where the search starts and must be finite, got inf; leave it out"
+        )
     sample = traffic.workload(1.0, 16 if not traffic.whole else 0)
     promises.check(sample)
     if "slo_attainment" in given and not promises.limited(sample.tenants):
@@ -192,7 +204,7 @@ def answer_capacity(
         built,
         traffic,
         promises,
-        start=given.get("request_rate") if traffic.variable == "request_rate" else None,
+        start=start if traffic.variable == "request_rate" else None,
         full=at_least(given, "num_prompts"),
         replications=at_least(given, "replications", default=8),
         seed=seed,
@@ -213,8 +225,8 @@ def _target(given: Mapping[str, Any], variable: str | None) -> float | None:
         need = "needs" if not closed else "has no effect with"
         raise UsageError(f"--{other.replace('_', '-')} {need} --workload-var max_concurrency")
     target = given.get(mine)
-    if target is not None and not target > 0:
-        raise UsageError(f"--{mine.replace('_', '-')} must be a positive number, got {target:g}")
+    if target is not None and not 0 < target < math.inf:
+        raise UsageError(f"--{mine.replace('_', '-')} must be a positive, finite number, got {target:g}")
     return None if target is None else float(target)
 
 

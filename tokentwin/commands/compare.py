@@ -20,6 +20,7 @@ from tokentwin.config_file import configurable, read_config
 from tokentwin.flag_tables import DEPLOYMENT, JSON, OBSERVE, OUTPUT, PROMISES, RUN, SIMULATE, TRAFFIC
 from tokentwin.flags import Flag, as_path, takes
 from tokentwin.job import Job, make_job
+from tokentwin.outputs import check_folder
 from tokentwin.progress import progress_bar
 
 LOST, INTERRUPTED = 1, 130
@@ -84,8 +85,7 @@ def compare(
         raise UsageError("compare needs a base and at least one variant, such as base.yaml chunk512.yaml")
     folder = given.get("output_dir")
     if folder is not None:
-        with writable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        check_folder(folder)
     try:
         found = of_folders(paths, given) if base.is_dir() else of_files(paths, given)
     except KeyboardInterrupt:

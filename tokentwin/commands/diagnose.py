@@ -19,7 +19,7 @@ from serving.errors import UsageError
 from sim.slo import parse_slo
 from tokentwin.config_file import configurable
 from tokentwin.flag_tables import DEPLOYMENT, JSON, PROMISES, RUN
-from tokentwin.flags import Flag, as_path, takes
+from tokentwin.flags import Flag, as_path, at_least, takes
 from tokentwin.job import DEPLOYMENT_NAMES, make_deployment, words
 
 if TYPE_CHECKING:
@@ -67,14 +67,13 @@ def diagnose(
     Example: tokentwin diagnose runs/demo --slo p95_ttft:300
     """
     given = {name: value for name, value in flags.items() if value is not None}
+    jobs = at_least(given, "jobs")
     measured = read_measured(run, **_served(run, given))
     slos = parse_slo(words(given.get("slo")))
     if given.get("fail_on_slo") and not slos and not measured.slos:
         raise UsageError("--fail-on-slo has no effect without an SLO; add one such as --slo p95_ttft:500")
     with _status(silent=bool(given.get("disable_tqdm") or given.get("json"))) as told:
-        found = examine(
-            measured, slos, replications=given.get("replications"), jobs=given.get("jobs"), told=told
-        )
+        found = examine(measured, slos, replications=given.get("replications"), jobs=jobs, told=told)
     if given.get("json"):
         sys.stdout.write(json.dumps(diagnosis_json(found), indent=1, allow_nan=False) + "\n")
     else:

@@ -16,6 +16,7 @@ from experiments.saved import load_record
 from sim.world import Progress
 from tokentwin.config_file import configurable
 from tokentwin.flags import as_path
+from tokentwin.outputs import check_folder
 from tokentwin.progress import progress_bar
 
 _WIDTH = 80
@@ -40,6 +41,8 @@ def diff(
     ] = None,
 ) -> int:
     """Replay both runs with one part of the other at a time and say what each part does to each metric."""
+    if output_dir is not None:
+        check_folder(output_dir)
     names = (str(a), str(b))
     records = (load_record(a), load_record(b))
     with progress_bar(doing="Replaying", clock="replays") as bar:

@@ -17,6 +17,7 @@ from serving.errors import UsageError
 from tokentwin.commands.sweep import BASE_FLAGS, SERVING
 from tokentwin.config_file import configurable, typed
 from tokentwin.flags import as_path
+from tokentwin.outputs import check_file
 
 PAGE = "explore.html"
 MOST_REPORTS = 50
@@ -80,6 +81,7 @@ def explore(
             f"--price {unused[0]}: no point of {results} is on it; price {', '.join(sorted(there))}"
         )
     page = output or space.root / PAGE
+    check_file(page)
     if reports:
         if space.kind == "plan":
             raise UsageError(

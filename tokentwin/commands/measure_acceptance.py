@@ -19,6 +19,7 @@ from tokentwin.engine_limits import drafting
 from tokentwin.flag_tables import DEPLOYMENT
 from tokentwin.flags import Flag, takes
 from tokentwin.job import make_deployment
+from tokentwin.outputs import check_file
 
 if TYPE_CHECKING:
     from realengine.engine import Engine
@@ -63,6 +64,8 @@ def measure_acceptance(**flags: Any) -> int:
     for name, default in (("num_prompts", 16), ("output_len", 128)):
         if given.get(name, default) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {given[name]}")
+    if "output" in given:
+        check_file(given["output"])
     try:
         import_module("realengine.build")
     except ModuleNotFoundError as error:

@@ -32,6 +32,7 @@ from tokentwin.flag_tables import DEPLOYMENT, JSON, OUTPUT, PROMISES, RUN, TRAFF
 from tokentwin.flags import Flag, at_least, takes
 from tokentwin.job import make_deployment, make_goodput, make_spec
 from tokentwin.job import words as items
+from tokentwin.outputs import check_folder
 from tokentwin.provenance import ARGV, VERSION, git_commit
 from tokentwin.value_checks import check_value
 
@@ -140,9 +141,7 @@ def plan(**flags: Any) -> int:
         return print_config(given, known=KNOWN)
     folder = given.get("output_dir")
     if folder is not None:
-        from tokentwin.outputs import Outputs
-
-        Outputs(output_dir=folder).check()
+        check_folder(folder)
     with _status(silent=bool(given.get("disable_tqdm")) or bool(given.get("json"))) as told:
         answer = answer_plan(given, told=told, progress=told)
     text = json.dumps(answer.json(), indent=1, allow_nan=False) if given.get("json") else None
@@ -173,6 +172,8 @@ def answer_plan(
     axes = {AXES[name]: values for name, values in _axes(given).items()}
     seed = at_least(given, "seed", 0, default=0)
     traffic, load, notes = _traffic(given, seed)
+    if "slo_attainment" in given and not promises.limited(traffic.workload(load, 16).tenants):
+        raise UsageError("--slo-attainment has no effect without --goodput; add limits such as ttft:500")
     candidates = make_candidates(base, {gpu: price for gpu, (price, _) in prices.items()}, axes)
     if any(example for _, example in prices.values()):
         notes = (*notes, "prices are examples and no quotes; give yours with --price or --prices.")
@@ -206,6 +207,9 @@ def check_plan(given: Mapping[str, Any]) -> None:
 
 
 def _short_slos(given: Mapping[str, Any]) -> tuple[Slo, ...]:
+    for name in ("ttft", "tpot"):
+        if name in given and not 0 < given[name] < np.inf:
+            raise UsageError(f"--{name} must be a positive, finite number of ms, got {given[name]:g}")
     slos = [f"p95_{name}:{given[name]}" for name in ("ttft", "tpot") if name in given]
     both = [slo for slo in items(given.get("slo")) if any(slo.startswith(s.split(":")[0]) for s in slos)]
     if both:
@@ -255,6 +259,8 @@ def _axes(given: Mapping[str, Any]) -> dict[str, Sequence[object]]:
         values = ([whole] if isinstance(whole, str) else list(whole)) if whole else items(given.get(name))
         if not values:
             continue
+        if twice := next((value for value in values if values.count(value) > 1), None):
+            raise UsageError(f"--{name.replace('_', '-')}: {twice} is given twice; keep one")
         if name != "models" and field in given:
             raise UsageError(
                 f"--{field.replace('_', '-')} and --{name.replace('_', '-')} are both given; keep one"
@@ -286,6 +292,9 @@ def _traffic(given: Mapping[str, Any], seed: int) -> tuple[Traffic, float, tuple
             raise UsageError("--request-rate and --target-request-rate are both given; keep one")
         flags["request_rate"] = flags["target_request_rate"]
     users = flags.get("target_concurrency")
+    if users is not None and "request_rate" in flags:
+        option = "--target-request-rate" if "target_request_rate" in flags else "--request-rate"
+        raise UsageError(f"{option} and --target-concurrency are both given; keep one")
     spec, notes = _at_peak(make_spec({**flags, "num_prompts": None}))
     if users is not None:
         if not 1 <= users < np.inf:

@@ -28,10 +28,10 @@ from experiments.policy_test_report import comparison_lines, conformance_lines, 
 from experiments.results import writable
 from serving.errors import UsageError, nearest
 from serving.policies import policy_names
-from sim.deployment import Deployment
+from sim.deployment import Deployment, build
 from tokentwin.config_file import configurable
 from tokentwin.flag_tables import DEPLOYMENT, JSON, RUN
-from tokentwin.flags import Flag, as_text, takes
+from tokentwin.flags import Flag, as_text, at_least, takes
 from tokentwin.job import DEPLOYMENT_NAMES, make_deployment
 
 if TYPE_CHECKING:
@@ -97,11 +97,24 @@ def policy_test(
     base = make_deployment(
         {"model": MODEL, **{n: given[n] for n in DEPLOYMENT_NAMES if n in given and n not in CANDIDATE}}
     )
+    build(base)  # what is wrong with it fails before the rules are checked
+    folder = given.get("output_dir", Path("policy-test"))
+    for place in (folder, *folder.parents):  # made only where there is something to save
+        if place.exists() and not place.is_dir():
+            raise UsageError(f"-o: cannot write to {folder}: {place} is a file; choose another folder")
+    seed = at_least(given, "seed", 0, default=0)
+    cases = at_least(given, "cases", default=CASES)
+    num_prompts = at_least(given, "num_prompts", default=NUM_PROMPTS)
+    replications = given.get("replications", REPLICATIONS)
+    if replications < 2:
+        raise UsageError(
+            f"--replications must be at least 2 for intervals of a difference, got {replications}"
+        )
+    jobs = at_least(given, "jobs")
     with _status(silent=bool(given.get("disable_tqdm") or given.get("json"))) as told:
         tell = told or (lambda words: None)
-        seed = int(given.get("seed", 0))
-        found = check_policy(settings, cases=given.get("cases", CASES), seed=seed, told=tell)
-        saved = _save(found, given.get("output_dir", Path("policy-test")))
+        found = check_policy(settings, cases=cases, seed=seed, told=tell)
+        saved = _save(found, folder)
         costs, comparison = dict[str, StepCost](), None
         if found.passed:
             costs = _costs(base, settings)
@@ -110,10 +123,10 @@ def policy_test(
                     base,
                     settings,
                     workloads=workloads,
-                    num_prompts=given.get("num_prompts", NUM_PROMPTS),
-                    replications=given.get("replications", REPLICATIONS),
+                    num_prompts=num_prompts,
+                    replications=replications,
                     seed=seed,
-                    jobs=given.get("jobs"),
+                    jobs=jobs,
                     told=tell,
                 )
     if given.get("json"):

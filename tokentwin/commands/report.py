@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from serving.errors import UsageError
 from tokentwin.config_file import configurable
 from tokentwin.flags import as_path
+from tokentwin.outputs import check_file
 
 SEVERAL = Path("runs.html")
 
@@ -45,9 +46,14 @@ def report(
         raise UsageError("name the folder of a saved run, such as tokentwin report runs/demo")
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"-o {output}: a page is one file; name it, such as -o {output / 'report.html'}")
+    if len(set(runs)) < len(runs):
+        again = next(run for run in runs if runs.count(run) > 1)
+        raise UsageError(f"{again} is given twice; name each run once")
     if plot_timeline and len(runs) > 1:
         raise UsageError("--plot-timeline shows one run; name one folder")
     opened = [open_run(folder) for folder in runs]
+    if output is not None:
+        check_file(output)
     if len(opened) > 1:
         sys.stdout.write(f"Wrote {write_several(opened, output or SEVERAL)}\n")
         return 0

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from calibration.runs_inferencex import is_inferencex
+from calibration.runs_vllm import is_folder_of_runs
 from calibration.validate import validate as compare
 from experiments.validation_report import save_validation, validation_lines
 from serving.errors import UsageError
@@ -17,6 +19,7 @@ from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import CONFIG_FLAGS, DEPLOYMENT
 from tokentwin.flags import Flag, as_text, takes
 from tokentwin.job import make_deployment
+from tokentwin.outputs import check_folder
 
 RUN = (
     Flag(
@@ -60,7 +63,9 @@ def validate(
     if given.get("live"):
         return run_live(profile_file, given)
     if profile_file is not None:
-        given.setdefault("profile", profile_file)
+        if "profile" in given:
+            raise UsageError("PROFILE_FILE and --profile are both given; keep one")
+        given["profile"] = profile_file
     if useless := sorted(
         {f.name for f in (*LIVE, *WORKLOAD)} & set(given) - {f.name for f in (*RUN, *SERVED)}
     ):
@@ -70,6 +75,9 @@ def validate(
     tolerance = given.get("tolerance")
     if tolerance is not None and not tolerance > 0:
         raise UsageError(f"--tolerance must be a percentage above 0, got {tolerance:g}")
+    _check_use(given)
+    if "output" in given:
+        check_folder(given["output"])
     found = compare(
         given.get("profile"),
         given["against"],
@@ -86,6 +94,23 @@ def validate(
         for path in save_validation(found, given["output"]):
             sys.stdout.write(f"wrote {path}\n")
     return 0 if limit is None or found.within(limit) else 1
+
+
+def _check_use(given: dict[str, Any]) -> None:
+    """Raise UsageError for an option that means nothing for this kind of run."""
+    path = Path(given["against"])
+    points, folder = is_inferencex(path), is_folder_of_runs(path)
+    used = {"run": points or folder, "prefixes": folder, "recorded_pages": not points, "seed": points}
+    of = {
+        "run": "a folder of runs or InferenceX points",
+        "prefixes": "a folder of runs",
+        "seed": "InferenceX points",
+    }
+    for name, has in used.items():
+        if name in given and not has:
+            raise UsageError(
+                f"--{name.replace('_', '-')} has no effect on {path}; it is for {of.get(name, 'a run of an engine')}"
+            )
 
 
 def _deployment(given: dict[str, Any]) -> Deployment | None:

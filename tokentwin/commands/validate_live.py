@@ -14,6 +14,7 @@ from serving.errors import UsageError
 from sim.workload import WorkloadSpec
 from tokentwin.flag_tables import TRAFFIC
 from tokentwin.flags import Flag
+from tokentwin.outputs import check_folder
 
 LIVE = (
     Flag("live", bool, "Run the engine here beside its twin, instead of replaying a run.", "Live", negative=False),
@@ -71,9 +72,12 @@ def run_live(profile: str | None, given: Mapping[str, Any]) -> int:
     interleave = bool(given.get("interleave", on_cpu))
     name = profile or given.get("profile")
     known_profile = load_profile(name) if name is not None else None
+    spec_of(given, 1.0)  # what is wrong with it fails now
+    folder = Path(given["output"]) if "output" in given else None
+    if folder is not None:
+        check_folder(folder)
     limits = {field: given[field] for field in _LIMITS if field in given}
     bench = prepare(Plan(options, **limits))
-    folder = Path(given["output"]) if "output" in given else None
     with tempfile.TemporaryDirectory() as scratch, pinned() if clock == "cpu" else nullcontext():
         base = folder if folder is not None else Path(scratch)
         live = Live(bench, Store(bench.header()), base / "twin", clock=clock, profile=known_profile, say=_say)

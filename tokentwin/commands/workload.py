@@ -11,7 +11,7 @@ from sim.workload import describe as describe_workload
 from sim.workload import load_workload
 from tokentwin.config_file import print_config, with_config
 from tokentwin.flag_tables import BLOCK_SIZE, CONFIG_FLAGS, JSON, SEED, TRAFFIC
-from tokentwin.flags import takes
+from tokentwin.flags import at_least, takes
 from tokentwin.job import make_spec
 
 KNOWN = {flag.name: flag for flag in (*TRAFFIC, SEED, BLOCK_SIZE, *CONFIG_FLAGS, JSON)}
@@ -27,8 +27,9 @@ def describe(**flags: Any) -> int:
     spec = make_spec(given)
     if given.get("print_config"):
         return print_config(given, known=KNOWN)
+    page_tokens = at_least(given, "block_size", default=16)
     workload = load_workload(spec, seed=given.get("seed", 0))
-    summary = describe_workload(workload, page_tokens=given.get("block_size", 16))
+    summary = describe_workload(workload, page_tokens=page_tokens)
     if given.get("json"):
         sys.stdout.write(json.dumps(summary, indent=1) + "\n")
         return 0
