@@ -209,11 +209,17 @@ def save_result(result: Mapping[str, Any], path: str | Path, *, append: bool = F
 def load_run(folder: str | Path, filename: str = RESULT) -> SavedRun:
     """Read a folder written by `save_run`. Raises UsageError naming the file that is missing or broken."""
     base = Path(folder)
+    if not base.is_dir():
+        what = "it is a file" if base.is_file() else "there is no such folder"
+        raise UsageError(f"cannot read {base}: {what}; name the folder of a run (-o of simulate or run)")
     with _readable(base / filename):
         lines = (base / filename).read_text(encoding="utf-8").strip().splitlines()
         result = json.loads(lines[-1]) if lines else {}
     with _readable(base / RUN):
         run = json.loads((base / RUN).read_text(encoding="utf-8"))
+    for name, content in ((filename, result), (RUN, run)):
+        if not isinstance(content, dict):
+            raise UsageError(f"cannot read {base / name}: it is not a JSON object; make the run again")
     return SavedRun(base, result, run)
 
 

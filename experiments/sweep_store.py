@@ -135,13 +135,21 @@ class Store:
                         f"{self.root} holds a sweep already; continue it with --resume, or choose another "
                         "--experiment-name"
                     )
+                (self.root / POINTS).mkdir(exist_ok=True)
                 return self._continue(asked, path)
             (self.root / POINTS).mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(asked, indent=1, default=str) + "\n")
         return asked
 
     def _continue(self, asked: dict[str, Any], path: Path) -> dict[str, Any]:
-        before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            before: Any = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(
+                f"--resume: cannot read {path}: {error}; choose another --experiment-name"
+            ) from None
+        if not isinstance(before, dict):
+            raise UsageError(f"--resume: {path} is not a JSON object; choose another --experiment-name")
         for key in ("base", "points", "search", "num_runs"):
             if canonical(before.get(key)) != canonical(asked.get(key)):
                 raise UsageError(

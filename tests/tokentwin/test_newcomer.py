@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,26 @@ def test_files_of_options(tokentwin: Command, tmp_path: Path) -> None:
     assert "give a sweep's file to tokentwin sweep" in tokentwin("simulate", "--config", path).error
     swept = tokentwin("sweep", path, *KNOWN[2:], "--seed", "4", "-o", tmp_path)
     assert "--seed has no effect: every point has its own seed; leave it out" in swept.error
+
+
+def test_broken_files_of_runs_and_sweeps(tokentwin: Command, tmp_path: Path, run: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    for name in ("run.json", "result.json"):
+        kept = (copy / name).read_text()
+        for content in ("[1]", "{"):
+            (copy / name).write_text(content)
+            for command in (("report", copy), ("diff", run, copy), ("reading", copy), ("compare", run, copy)):
+                assert f"cannot read {copy / name}: " in tokentwin(*command).error
+        (copy / name).write_text(kept)
+    assert "there is no such folder; name the folder of a run" in tokentwin("report", tmp_path / "no").error
+    assert "it is a file; name the folder of a run" in tokentwin("diff", run, copy / "run.json").error
+    swept = tmp_path / "s"
+    swept.mkdir()
+    (tmp_path / "s.yaml").write_text("grid: {seed: [1, 2]}\n")
+    for content in ("[1]", "{"):
+        (swept / "sweep.json").write_text(content)
+        answer = tokentwin("sweep", tmp_path / "s.yaml", *KNOWN, "-o", tmp_path, "--resume")
+        assert answer.code == 2
+        assert answer.error.startswith("error: --resume: ")
+        assert str(swept / "sweep.json") in answer.error
