@@ -122,7 +122,7 @@ def _decode_s(record: RunRecord) -> float:
 
 def heatmap_figure(found: Heatmap) -> Any:
     """The twin's heatmap beside the closed form's."""
-    fig = theme.beside(2, height=380)
+    fig = theme.beside(2, height=380, spacing=0.1)
     rows = [f"{alpha:g}" for alpha in found.acceptances]
     columns = [f"{ratio:g}" for ratio in found.cost_ratios]
     most = float(max(found.twin.max(), found.closed_form.max()))
@@ -146,7 +146,7 @@ def heatmap_figure(found: Heatmap) -> Any:
             col=col,
         )
         fig.update_xaxes(
-            title_text=f"cost of a draft token in decode steps: {title}", type="category", row=1, col=col
+            title_text=f"{title}: a draft token's cost in decode steps", type="category", row=1, col=col
         )
     fig.update_yaxes(title_text="acceptance", type="category", row=1, col=1)
     return fig

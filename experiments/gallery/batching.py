@@ -168,7 +168,7 @@ def fairness() -> Entry:
         ttft = latencies(record).ttft_s * 1e3
         found[order] = [float(np.nanpercentile(ttft[record.requests.tenant == i], 95)) for i in range(2)]
         fig.add_bar(x=["flood", "trickle"], y=found[order], name=order)
-    fig.update_yaxes(title_text="P95 TTFT (ms)", type="log")
+    fig.update_yaxes(title_text="P95 TTFT (ms)", type="log", dtick="D2")
     return Entry(
         "fairness",
         "Queue: fair shares between tenants",

@@ -116,7 +116,7 @@ def cold_start() -> Entry:
         y = [1e3 * float(np.nanpercentile(ttft[minutes == m], 95)) for m in x]
         worst[name] = max(y)
         fig.add_scatter(x=15 * x, y=y, name=name, mode="lines")
-    fig.update_xaxes(title_text="seconds").update_yaxes(title_text="P95 TTFT (ms)", type="log")
+    fig.update_xaxes(title_text="seconds").update_yaxes(title_text="P95 TTFT (ms)", type="log", dtick="D2")
     slow, fast = worst.values()
     return Entry(
         "cold_start",

@@ -21,7 +21,9 @@ def paging() -> Entry:
     fig = theme.figure(height=320)
     fig.add_scatter(x=lengths, y=paged, name="pages of 16 tokens", mode="lines+markers")
     fig.add_scatter(x=lengths, y=[whole] * len(lengths), name="one piece each", mode="lines+markers")
-    fig.update_xaxes(title_text="tokens that a sequence really has", type="log", tickvals=lengths)
+    fig.update_xaxes(
+        title_text="tokens that a sequence really has", type="log", tickvals=lengths, tickformat=","
+    )
     fig.update_yaxes(title_text="sequences at once", type="log")
     return Entry(
         "paging",
@@ -70,7 +72,7 @@ def eviction() -> Entry:
             hit = record.requests.cached_tokens[chat].sum() / record.requests.prompt_tokens[chat].sum()
             rate[order].append(100 * float(hit))
         fig.add_scatter(x=pages, y=rate[order], name=order, mode="lines+markers")
-    fig.update_xaxes(title_text="KV pages", type="log", tickvals=pages)
+    fig.update_xaxes(title_text="KV pages", type="log", tickvals=pages, tickformat=",")
     fig.update_yaxes(title_text="prompts of conversations found (%)")
     at = max(range(len(pages)), key=lambda i: max(rate[o][i] for o in ORDERS) - rate["lru"][i])
     best = max(ORDERS, key=lambda order: rate[order][at])
@@ -110,7 +112,8 @@ def cliff() -> Entry:
         row=2,
         col=1,
     )
-    fig.update_xaxes(title_text="KV pages", type="log", tickvals=pages, row=2, col=1)
+    fig.update_xaxes(type="log", tickvals=pages, tickformat=",")
+    fig.update_xaxes(title_text="KV pages", row=2, col=1)
     fig.update_yaxes(type="log", row=1, col=1)
     at = next((i for i, value in enumerate(e2el) if value < 1.25 * e2el[-1]), len(pages) - 1)
     return Entry(

@@ -57,7 +57,7 @@ def tensor_parallel() -> Entry:
     fig.add_scatter(x=sizes, y=tpot, name="P95 TPOT", mode="lines+markers")
     fig.add_scatter(x=sizes, y=ideal, name="if it divided", mode="lines", line={"dash": "dot"})
     fig.update_xaxes(title_text="devices", type="log", tickvals=sizes)
-    fig.update_yaxes(title_text="ms", type="log")
+    fig.update_yaxes(title_text="ms", type="log", dtick="D2")
     return Entry(
         "tensor_parallel",
         "Parallelism: tensor parallel",
