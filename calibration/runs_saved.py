@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from pydantic import ValidationError
 from calibration.observed import Case, Observed, plain_workload
 from serving.errors import UsageError
 from sim.deployment import Deployment
-from sim.record import Floats
+from sim.record import Floats, Ints
+from sim.slo import TICK_S
+from sim.workload import Workload, WorkloadSpec, load_workload
 
 DETAILED = ("input_lens", "output_lens", "ttfts", "itls", "start_times")
 
@@ -50,24 +54,50 @@ def read_saved_run(folder: Path, profile: str | None) -> Case:
         return np.array([np.nan if v is None else v for v in table[name]], np.float64)
 
     several = done & (column("output_tokens") > 1)
-    observed = Observed(
-        samples={
-            "ttft": column("ttft_s")[done],
-            "tpot": column("tpot_s")[several],
-            "e2el": column("e2el_s")[done],
-        },
-        num_pages=meta.get("capacity", {}).get("num_pages"),
-    )
+    samples = {
+        "ttft": column("ttft_s")[done],
+        "tpot": column("tpot_s")[several],
+        "e2el": column("e2el_s")[done],
+    }
+    notes = ["requests are sent at the recorded times"]
+    if not (samples["tpot"] > TICK_S).any():
+        del samples["tpot"]
+        notes.append("every answer came whole, so that there is no TPOT to compare")
+    observed = Observed(samples=samples, num_pages=meta.get("capacity", {}).get("num_pages"))
     workload = plain_workload(
         folder.name,
         column("sent_s"),
         column("prompt_tokens").astype(int).tolist(),
         table["max_output_tokens"],
     )
-    notes = ["requests are sent at the recorded times"]
+    if meta.get("beams") or meta.get("candidates"):
+        order = np.argsort(column("sent_s"), kind="stable")
+        workload = _of_several(workload, folder, meta, np.array(table["request_id"], np.int64)[order])
     if sum(table["cached_tokens"]):
         notes.append("prefixes were not kept in the run folder: the twin shares none, the run did")
     return Case(folder.name, deployment, workload, observed, False, (), tuple(notes))
+
+
+def _of_several(workload: Workload, folder: Path, meta: Mapping[str, Any], rows: Ints) -> Workload:
+    """With widths of beam searches and numbers of answers, which no request table says: those of `rows` of the workload
+    that the run was made of. Raises `UsageError` where that is not to be had.
+    """
+    facts = meta.get("workload") or {}
+    try:
+        made = load_workload(WorkloadSpec.model_validate(facts["spec"]), seed=int(facts["seed"]))
+        same = np.array_equal(made.prompt_tokens[rows], workload.prompt_tokens)
+    except (UsageError, ValidationError, KeyError, TypeError, IndexError):
+        same = False
+    if not same:
+        raise UsageError(
+            f"{folder}: beam searches and best-of cannot be replayed without their workload (a file moved, or times were "
+            "scaled): the request table does not say how wide or how many they were"
+        )
+    return replace(
+        workload,
+        beam_width=None if made.beam_width is None else made.beam_width[rows],
+        best_of=None if made.best_of is None else made.best_of[rows],
+    )
 
 
 def is_bench_json(path: Path) -> bool:

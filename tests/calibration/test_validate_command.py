@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from calibration.observed import plain_workload
 from experiments.results import save_run
 from sim.deployment import Deployment, build, simulate
 from sim.metrics import summarise
+from sim.workload import TenantSpec, WorkloadSpec, load_workload
 from tokentwin.cli import main
 
 ENGINE = Deployment(model="llama-3.1-8b", gpu="h200", max_num_seqs=8)
@@ -51,4 +53,28 @@ def test_wrong_usage_is_one_line_and_exit_2(
     assert main(["validate", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("asked", [{"best_of": 3}, {"beam_width": 2}], ids=str)
+def test_searches_and_several_answers_are_replayed_as_such(
+    asked: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The twin on its own run: no error; without the workload, whose widths no table says, one line."""
+    folder = tmp_path / "run"
+    tenant = {"dataset": {"name": "random", "input_len": 60, "output_len": 6}, "num_prompts": 8, **asked}
+    spec = WorkloadSpec(tenants=(TenantSpec.model_validate(tenant),))
+    record = simulate(load_workload(spec, seed=1), build(ENGINE))
+    save_run(record, summarise(record), folder)
+    assert main(["validate", "--against", str(folder), "--tolerance", "0.001"]) == 0
+    said = capsys.readouterr().out
+    assert "ttft p95" in said
+    assert "tpot" not in said
+    assert "no TPOT to compare" in said
+    run = json.loads((folder / "run.json").read_text())
+    del run["workload"]
+    (folder / "run.json").write_text(json.dumps(run))
+    assert main(["validate", "--against", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be replayed without their workload" in error
     assert error.count("\n") == 1
