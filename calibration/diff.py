@@ -104,7 +104,8 @@ def diff(
     known = [name for name in recorded[0] if name in recorded[1]]
     for metric in metrics:
         if metric not in known:
-            raise UsageError(f"--metric {metric!r} is not in both runs; {nearest(metric, known)}")
+            public = [name for name in known if not name.startswith("_")]
+            raise UsageError(f"--metric {metric!r} is not in both runs; {nearest(metric, public)}")
     wanted = [m for m in metrics if all(math.isfinite(side[m]) for side in recorded)]
     if not wanted:
         raise UsageError("no request finished in one of the runs, so there is nothing to split")

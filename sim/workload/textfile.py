@@ -20,7 +20,9 @@ def read_bytes(path: Path) -> tuple[bytes, str]:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise UsageError(f"{path}: no such file; check --dataset-path") from None
+        raise UsageError(
+            f"{path}: no such file; check --dataset-path, or the path in the workload file"
+        ) from None
     except IsADirectoryError:
         raise UsageError(f"{path}: is a folder; give the file inside it") from None
     except (OSError, ValueError) as error:

@@ -151,6 +151,8 @@ def test_files_of_options(tokentwin: Command, tmp_path: Path) -> None:
     assert "--model is missing" in tokentwin("simulate", "--config", path).error
     path.write_text("base: {model: llama-3.1-8b}\ngrid: {seed: [1, 2]}\n")
     assert "give a sweep's file to tokentwin sweep" in tokentwin("simulate", "--config", path).error
+    away = tokentwin("sweep", path, *KNOWN[2:], "-o", tmp_path / "o", "-e", "..")
+    assert "--experiment-name .. must lie in --output-dir; give a name" in away.error
     swept = tokentwin("sweep", path, *KNOWN[2:], "--seed", "4", "-o", tmp_path)
     assert "--seed has no effect: every point has its own seed; leave it out" in swept.error
 

@@ -88,6 +88,8 @@ def sweep(
     if given.get("print_config"):
         return print_config(given, known=KNOWN)
     name = given.get("experiment_name") or asked.name or datetime.now().strftime("%Y%m%d_%H%M%S")
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UsageError(f"--experiment-name {name} must lie in --output-dir; give a name such as chunk")
     root = Path(given.get("output_dir", "results")) / name
     if given.get("dry_run"):
         sys.stdout.write("\n".join(_plan_lines(asked, root)) + "\n")
