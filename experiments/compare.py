@@ -23,6 +23,8 @@ from sim.workload import Workload, WorkloadSpec, load_workload
 
 GAIN, LOSS, SAME, OPEN = "gain", "loss", "no difference", "not judged"
 EFFECTS = (GAIN, LOSS, SAME, OPEN)
+COME_WHOLE = "answers that come whole have no TPOT or ITL, and their TTFT is their E2EL"
+"""Said where that is so of all answers on one side."""
 
 _NAMED = {
     "request_throughput": ("Requests/s", 1.0, 1),
@@ -200,7 +202,7 @@ def compare_deployments(
         notes: tuple[str, ...] = ("the same deployment as the base",) if same else ()
         if any(requests[one].come_whole().all() for one in (names[0], name)):
             differences = {n: d for n, d in differences.items() if not n.endswith(("_tpot", "_itl"))}
-            notes += ("answers that come whole have no TPOT or ITL, and their TTFT is their E2EL",)
+            notes += (COME_WHOLE,)
         differs = differing(base, deployments[name]) | _searches(question.workload, asked[name].workload)
         variants.append(Variant(name, changes_of(differences), differs, notes))
     return Comparison(

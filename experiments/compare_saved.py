@@ -9,13 +9,13 @@ sample of such requests. What else another run would change, such as the clocks 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from experiments.compare import Change, Comparison, Metric, Variant
+from experiments.compare import COME_WHOLE, Change, Comparison, Metric, Variant
 from experiments.saved import load_record
 from serving.errors import UsageError
 from sim.latency import Bools, latencies
@@ -89,20 +89,23 @@ def _variant(name: str, a: RunRecord, b: RunRecord, seed: int) -> Variant:
         a.requests.sent_s - a.requests.sent_s.min(), b.requests.sent_s - b.requests.sent_s.min()
     ):
         notes.append("requests were not sent at the same times in both runs, as in a closed loop")
-    changes = list(_latencies(a, b, both, seed))
+    first, second = summarise(a, percentiles=_PERCENTILES), summarise(b, percentiles=_PERCENTILES)
+    stream = first.streams and second.streams
+    if not stream:
+        notes.append(COME_WHOLE)
+    changes = list(_latencies(a, b, both, seed, ("ttft", "tpot", "e2el") if stream else ("ttft", "e2el")))
     changes.append(_share("failed_share", ~done[0], ~done[1], seed))
     if (limits := a.meta.get("goodput_s")) and limits == b.meta.get("goodput_s"):
         changes.append(_share("slo_attainment", _good(a, limits), _good(b, limits), seed))
-    first, second = summarise(a, percentiles=_PERCENTILES), summarise(b, percentiles=_PERCENTILES)
     changes += [Change(Metric.of(n), getattr(first, n), getattr(second, n)) for n in _UNPAIRED]
     return Variant(name, tuple(changes), _differing(a, b), tuple(notes))
 
 
-def _latencies(a: RunRecord, b: RunRecord, both: Bools, seed: int) -> list[Change]:
+def _latencies(a: RunRecord, b: RunRecord, both: Bools, seed: int, metrics: Sequence[str]) -> list[Change]:
     first, second = latencies(a), latencies(b)
     several = (a.requests.output_tokens > 1) & (b.requests.output_tokens > 1)
     out = []
-    for metric in ("ttft", "tpot", "e2el"):
+    for metric in metrics:
         rows = np.flatnonzero(both & several if metric == "tpot" else both)
         x, y = (getattr(lat, f"{metric}_s")[rows] for lat in (first, second))
         if not len(rows):

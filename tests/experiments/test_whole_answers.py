@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from experiments.compare_saved import compare_saved
 from experiments.console import print_run
 from experiments.report import report_html
 from experiments.report_several import several_html
@@ -91,6 +92,17 @@ def test_pictures_and_thin_percentiles_leave_it_out_too(runs: dict[str, Run]) ->
         whole.plot.ecdf("tpot")
     assert {thin.name for thin in thin_percentiles(whole.summary)} >= {"p99_ttft", "p99_e2el"}
     assert not [thin for thin in thin_percentiles(whole.summary) if thin.name.endswith("tpot")]
+
+
+def test_saved_runs_are_compared_without_it(opened: dict[str, Opened]) -> None:
+    folder = opened["whole"].folder
+    (variant,) = compare_saved({"a": folder, "b": folder}).variants
+    assert [note for note in variant.notes if "come whole" in note]
+    names = {change.metric.name for change in variant.changes}
+    assert {"p95_ttft", "p95_e2el"} <= names
+    assert not [name for name in names if name.endswith(("_tpot", "_itl"))]
+    (streamed,) = compare_saved({"a": opened["mixed"].folder, "b": opened["mixed"].folder}).variants
+    assert "p95_tpot" in {change.metric.name for change in streamed.changes}
 
 
 def test_beside_a_run_that_streams_there_is_a_dash(opened: dict[str, Opened], tmp_path: Path) -> None:
