@@ -1,7 +1,7 @@
 """Make the shipped profiles: `python -m calibration.ship --data ../shared/data/kernels [NAME ...]`.
 
 Reads the public kernel tables, fits, and writes `costmodel/profiles/NAME.json`. The tables stay outside the
-project.
+project. The last digits depend on how many threads add up: the shipped ones are made with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
