@@ -44,12 +44,13 @@ from costmodel.profile import (
 from serving.errors import UsageError
 
 VLLM_ALL_REDUCE = "vLLM_custom_graph"
+NCCL_ALL_REDUCE = "nccl-tests"
 ALL_REDUCE_PREFERENCE = (
     bench_table.MODE,
     VLLM_ALL_REDUCE,
     "SGLang_CustomAllReduce_graph",
     "TRTLLM",
-    "nccl-tests",
+    NCCL_ALL_REDUCE,
     vidur.NCCL_MODE,
 )
 """Implementations of an all-reduce, the one an engine would use first. `*_eager` rows time the host as
@@ -206,6 +207,28 @@ def all_reduce_samples(tables: Sequence[Table]) -> dict[str, Samples]:
     return found
 
 
+def nccl_samples(tables: Sequence[Table]) -> Samples:
+    """NCCL's all-reduce, the newest version's: shape (num_gpus,), grid (bytes,)."""
+    rows = [
+        r
+        for t in tables
+        for r in t.rows
+        if r["op"] == "all_reduce" and r["mode"] == NCCL_ALL_REDUCE and r["dtype"] in ("bfloat16", "half")
+    ]
+    newest = max((r["version"] for r in rows), key=parse_version, default="")
+    samples = samples_from(
+        "all_reduce",
+        [r for r in rows if r["version"] == newest],
+        lambda r: (float(r["n_gpus"]),),
+        lambda r: (float(r["bytes"]),),
+        source=f"{', '.join(t.name for t in tables)}: NCCL {newest}",
+    )
+    if len(samples):
+        thin(samples)
+        drop_spikes(samples)
+    return samples
+
+
 def exchange_samples(tables: Sequence[Table]) -> Samples:
     """NCCL's all-gather and reduce-scatter of the same bytes, added up: shape (num_gpus,), grid (bytes,).
 
@@ -330,6 +353,7 @@ def all_samples(tables: Sequence[Table], facts: DeviceFacts) -> dict[tuple[str, 
         found["decode", kv_dtype] = decode_samples(of_kind.get("decode", []), kv_dtype, facts)
     for version, samples in all_reduce_samples(of_kind.get("comm", [])).items():
         found["all_reduce", version] = samples
+    found["nccl_all_reduce", ""] = nccl_samples(of_kind.get("comm", []))
     found["expert_exchange", ""] = exchange_samples(of_kind.get("comm", []))
     names: tuple[tuple[KernelKind, str], ...] = (
         ("moe", "bfloat16"),
@@ -347,6 +371,9 @@ def all_samples(tables: Sequence[Table], facts: DeviceFacts) -> dict[tuple[str, 
     return dict(sorted(found.items(), key=lambda item: item[0][0] == "mixed"))
 
 
+_COLLECTIVES = ("all_reduce", "nccl_all_reduce", "expert_exchange")
+
+
 def _fit(
     group: str,
     name: str,
@@ -362,11 +389,11 @@ def _fit(
         head_dim=samples.head_dim,
     )
     fit = fit_kernel(
-        cast(KernelKind, "all_reduce" if group == "expert_exchange" else group),
+        cast(KernelKind, "all_reduce" if group in _COLLECTIVES else group),
         samples,
         hw,
         options=options,
-        groups=grid_groups if group in ("all_reduce", "expert_exchange", "sampler") else shape_groups,
+        groups=grid_groups if group in (*_COLLECTIVES, "sampler") else shape_groups,
         fixed=fixed,
     )
     if samples.noise is not None:

@@ -146,6 +146,7 @@ RECIPES: dict[str, Recipe] = {
             ("gemm", "int4_wo", "l40s"),
             ("gemm", "sq", "l40s"),
             ("all_reduce", "", "l40s"),
+            ("nccl_all_reduce", "", "l40s"),
             ("moe", "bfloat16", "rtxpro6000"),
         ),
     ),

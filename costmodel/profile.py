@@ -152,6 +152,8 @@ class DeviceProfile(_Frozen):
     """Engine version that `all_reduce` was measured with, where those of others were measured too."""
     other_all_reduces: dict[str, KernelFit] = {}
     """By engine version."""
+    nccl_all_reduce: KernelFit | None = None
+    """By NCCL at any size: what an engine has whose own all-reduce is switched off."""
     expert_exchange: KernelFit | None = None
     """All-gather and reduce-scatter, one after the other, with the all-reduce's formula: bytes are those of one."""
     moe: dict[str, KernelFit] = {}
@@ -174,8 +176,7 @@ class DeviceProfile(_Frozen):
         unset = {"all_reduce_version", "other_all_reduces"} if not self.other_all_reduces else set()
         if not self.other_gemms:
             unset |= {"gemm_version", "other_gemms"}
-        if self.expert_exchange is None:
-            unset.add("expert_exchange")
+        unset |= {single for single in ("nccl_all_reduce", "expert_exchange") if getattr(self, single) is None}
         document = self.model_dump(mode="json", by_alias=True, exclude=unset)
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
@@ -188,7 +189,7 @@ class DeviceProfile(_Frozen):
             if group == "gemm":
                 for version, others in self.other_gemms.items():
                     found += [(f"gemm/{name}/{version}", fit) for name, fit in others.items()]
-        for single in ("all_reduce", "expert_exchange", "elementwise", "sampler"):
+        for single in ("all_reduce", "nccl_all_reduce", "expert_exchange", "elementwise", "sampler"):
             fit = getattr(self, single)
             if fit is not None:
                 found.append((single, fit))
@@ -209,6 +210,11 @@ class DeviceProfile(_Frozen):
         """
         update = self._products_of(version) | self._all_reduce_of(version, num_gpus)
         return self.model_copy(update=update) if update else self
+
+    def with_nccl(self) -> DeviceProfile:
+        """The profile with NCCL's all-reduce as its own, whatever the engine's version."""
+        update = {"all_reduce": self.nccl_all_reduce, "all_reduce_version": "", "other_all_reduces": {}}
+        return self.model_copy(update=update)
 
     def _products_of(self, version: str) -> dict[str, Any]:
         if not self.other_gemms:

@@ -177,6 +177,8 @@ class Deployment(BaseModel):
     engine_version: str | None = None
     """vLLM version such as 0.19: where the profile has products or all-reduces of several, the newest measured that is
     not newer prices them. The newest of all by default; semantics is the scheduler's."""
+    disable_custom_all_reduce: bool = False
+    """All-reduces by NCCL at any size, without vLLM's own kernel for up to 8 MiB."""
     enforce_eager: bool = False
     """No CUDA graphs."""
     response_cache: str | None = None

@@ -71,9 +71,19 @@ def of_engine(d: Deployment, profile: DeviceProfile, sharing: int = 1) -> tuple[
     """The profile for the deployment's engine version, and warnings where that says nothing or something else.
 
     `sharing` replicas share their experts; a profile without prices of that exchange takes an all-reduce's for it.
+    Raises `UsageError` where NCCL's all-reduce is asked for and its prices are not known.
     """
+    warnings = []
+    if d.disable_custom_all_reduce and d.tensor_parallel_size > 1:
+        if profile.nccl_all_reduce is None:
+            raise UsageError(
+                f"--disable-custom-all-reduce: {profile.name} has no prices of NCCL's all-reduce; drop the option"
+            )
+        profile = profile.with_nccl()
+    elif d.disable_custom_all_reduce:
+        warnings.append("--disable-custom-all-reduce has no effect: --tensor-parallel-size 1 reduces nothing")
     if (version := d.engine_version) is None:
-        return profile, []
+        return profile, warnings
     option = f"--engine-version {version}"
     instead = sharing > 1 and profile.expert_exchange is None and profile.all_reduce is not None
     num_gpus = sharing if reducing(d) == 1 and instead else reducing(d)
@@ -83,9 +93,8 @@ def of_engine(d: Deployment, profile: DeviceProfile, sharing: int = 1) -> tuple[
             why = "all-reduces are priced by it, and one GPU a replica has none"
         else:
             why = f"{profile.name} has products and all-reduces of one version only"
-        return profile, [f"{option} has no effect: {why}"]
+        return profile, [*warnings, f"{option} has no effect: {why}"]
     chosen = profile.for_engine(version, num_gpus)
-    warnings = []
     if reduces and is_newer(chosen.all_reduce_version, version):
         warnings.append(
             f"{option}: all-reduces are those of {chosen.all_reduce_version}, the oldest version that was measured over "
@@ -100,12 +109,15 @@ def of_engine(d: Deployment, profile: DeviceProfile, sharing: int = 1) -> tuple[
 
 
 def of_version(built: Built) -> dict[str, str]:
-    """What a run's results say of the tables behind its prices, where an engine version chose them."""
-    versioned = [b for b in built.pools or (built,) if b.deployment.engine_version]
+    """What a run's results say of the tables behind its prices, where its options chose them."""
+    members = built.pools or (built,)
+    versioned = [b for b in members if b.deployment.engine_version]
     reduces = dict.fromkeys(
         b.profile.all_reduce.source
-        for b in versioned
-        if (reducing(b.deployment) > 1 or _instead(b)) and b.profile.all_reduce
+        for b in members
+        if (b.deployment.engine_version or b.deployment.disable_custom_all_reduce)
+        and (reducing(b.deployment) > 1 or _instead(b))
+        and b.profile.all_reduce
     )
     products = dict.fromkeys(
         f"from engine version {b.profile.gemm_version} on: {b.profile.gemm['bfloat16'].source}"

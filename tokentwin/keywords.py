@@ -56,6 +56,7 @@ class SharedFlags(TypedDict, total=False):
     speculative_config: str | Mapping[str, Any] | Sequence[Any] | None
     semantics: Literal["vllm-0.33", "vllm-2025"] | None
     engine_version: str | None
+    disable_custom_all_reduce: bool | None
     enforce_eager: bool | None
     response_cache: str | None
     step_jitter: float | Literal["profile"] | None
@@ -293,6 +294,7 @@ class SweepFlags(TypedDict, total=False):
     )
     semantics: Literal["vllm-0.33", "vllm-2025"] | Sequence[Literal["vllm-0.33", "vllm-2025"] | None] | None
     engine_version: str | Sequence[str | None] | None
+    disable_custom_all_reduce: bool | Sequence[bool | None] | None
     enforce_eager: bool | Sequence[bool | None] | None
     response_cache: str | Sequence[str | None] | None
     step_jitter: float | Literal["profile"] | Sequence[float | Literal["profile"] | None] | None

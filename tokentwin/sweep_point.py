@@ -106,7 +106,16 @@ def _built(deployment: Deployment) -> Built:
         return built
     d, limits = deployment, built.limits
     key = (
-        *(d.model, d.gpu, d.engine_version, d.tensor_parallel_size, d.dtype, d.quantization, d.enforce_eager),
+        *(
+            d.model,
+            d.gpu,
+            d.engine_version,
+            d.disable_custom_all_reduce,
+            d.tensor_parallel_size,
+            d.dtype,
+            d.quantization,
+            d.enforce_eager,
+        ),
         *(d.kv_cache_dtype, d.kv_cache_recent_tokens),
         *(d.pipeline_parallel_size, d.collective_overlap, d.enable_expert_parallel, d.expert_load_imbalance),
         d.data_parallel_size if built.in_lockstep else 1,

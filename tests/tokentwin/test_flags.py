@@ -96,6 +96,7 @@ PARALLEL = {
     "enable_expert_parallel": "true",
     "expert_load_imbalance": "1.5",
     "engine_version": "0.19.1",
+    "disable_custom_all_reduce": "true",
     "stream_slice_ms": "20.0",
 }
 """Fields of which most are nothing without the others."""

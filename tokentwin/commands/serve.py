@@ -60,6 +60,7 @@ TWIN_ONLY = (
     "enable_expert_parallel",
     "expert_load_imbalance",
     "engine_version",
+    "disable_custom_all_reduce",
     "data_parallel_size",
     "router",
     "semantics",
