@@ -6,8 +6,9 @@ weak pull to the defaults (so that a coefficient the data say nothing about stay
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
 
 _NOT_FITTED: dict[str, tuple[str, ...]] = {
+    "gemm": ("l2_io",),
     "prefill": ("context_splits", "pack_gqa", "query_tile"),
     "decode": ("mha_splits",),
     "decode_mixed": ("empty_block_s",),
@@ -32,6 +34,25 @@ _CHOICES: dict[str, tuple[dict[str, float], ...]] = {
     "prefill": tuple({"pack_gqa": p, "query_tile": t} for p in (0.0, 1.0) for t in (64.0, 128.0)),
 }
 
+_STARTS: dict[str, tuple[dict[str, float], ...]] = {
+    "gemm": (
+        {},
+        {"eff_rows": 0.02},
+        {"prologue_s": 3e-6, "l2_gain": 3.0},
+        {"split_s": 2e-5, "l2_gain": 3.0},
+    ),
+}
+"""Where else to begin than at the defaults: which tiles a library has, and what a block costs before it multiplies,
+are told apart from far off only."""
+
+_FIRST_STEPS = 20
+
+_SHAPES_NEEDED = {"gemm": 50}
+"""Shapes from which on they outweigh the defaults as much as their rows say."""
+
+_LEFT_OUT: dict[str, tuple[int, dict[str, float]]] = {"prefill": (10, {"l2_gain": 0.0})}
+"""By kind: the term that fewer shapes than this cannot tell from the others, left out."""
+
 _BOUNDS: dict[str, tuple[float, float]] = {
     "smoothing": (0.05, 12.0),
     "throttle": (1e-4, 0.3),
@@ -40,23 +61,52 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "lone_block": (0.3, 3.0),
     "softness": (1e-3, 0.999),
     "l2_gain": (1e-3, 8.0),
-    "l2_share": (0.01, 1.0),
+    "l2_share": (0.01, 1.5),
+    "l2_power": (1.0, 16.0),
+    "l2_copies": (0.3, 12.0),
     "quant_efficiency": (0.05, 8.0),
 }
 
-_KRIGING: dict[str, tuple[tuple[tuple[float, ...], float], ...]] = {
-    "gemm": (((3.0, 6.0), 0.05), ((5.0, 10.0), 0.05)),
-    "prefill": (((6.0, 6.0, 4.0, 8.0), 0.002), ((6.0, 3.0, 4.0, 8.0), 0.002), ((6.0, 12.0), 0.005)),
-    "decode": (((12.0, 1.5), 0.005), ((8.0, 4.0, 0.5), 0.01), ((4.0, 2.0), 0.02)),
-    "decode_mixed": (((4.0, 2.0), 0.02),),
-    "all_reduce": (((2.0,), 0.02),),
-    "moe": (((2.0, 2.0), 0.05),),
-    "elementwise": (((2.0,), 0.05),),
-    "sampler": (((2.0,), 0.05),),
-}
-"""Length scales (of `shape_features`) and nugget to choose from, by which predicts left-out shapes best."""
 
-Kriging = tuple[tuple[float, ...], float]
+class Kriging(NamedTuple):
+    """How residuals are carried to other shapes; the fields are those of `ResidualTable`."""
+
+    length_scales: tuple[float, ...]
+    nugget: float
+    metric: Literal["euclidean", "cityblock"] = "euclidean"
+    clip: float | None = None
+
+    @staticmethod
+    def of(table: ResidualTable) -> Kriging:
+        return Kriging(tuple(table.length_scales), table.nugget, table.metric, table.clip)
+
+
+_KRIGING: dict[str, tuple[Kriging, ...]] = {
+    "gemm": (
+        Kriging((0.7, 3.0), 0.1, "cityblock"),
+        Kriging((1.5, 6.0), 0.05, "cityblock"),
+        Kriging((6.0, 6.0), 0.05, "cityblock", 2.5),
+        Kriging((5.0, 10.0), 0.05),
+    ),
+    "prefill": (
+        Kriging((6.0, 6.0, 4.0, 8.0), 0.01, "cityblock"),
+        Kriging((12.0, 6.0), 0.002, "cityblock"),
+        Kriging((6.0, 12.0, 4.0), 0.01, "cityblock"),
+        Kriging((6.0, 12.0), 0.005),
+    ),
+    "decode": (
+        Kriging((12.0, 1.5), 0.01),
+        Kriging((12.0, 1.5), 0.01, "cityblock"),
+        Kriging((12.0, 1.5, 0.5), 0.005, "cityblock"),
+        Kriging((4.0, 2.0), 0.02),
+    ),
+    "decode_mixed": (Kriging((4.0, 2.0), 0.02),),
+    "all_reduce": (Kriging((2.0,), 0.02),),
+    "moe": (Kriging((2.0, 2.0), 0.05),),
+    "elementwise": (Kriging((2.0,), 0.05),),
+    "sampler": (Kriging((2.0,), 0.05),),
+}
+"""Settings to choose from, by which predicts left-out shapes best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +130,15 @@ def fit_coefficients(
     options: Options = DEFAULT_OPTIONS,
     start: dict[str, float] | None = None,
 ) -> dict[str, float]:
-    """Coefficients of `kind`'s formula for `samples`."""
+    """Coefficients of `kind`'s formula for `samples`; those that start at 0 stay there."""
     from scipy.optimize import least_squares  # slow to import, only needed here
 
     formula, defaults, _, _ = FORMULAS[kind]
-    names = [c for c in defaults if c not in _NOT_FITTED.get(kind, ())]
-    fixed = {c: v for c, v in (start or defaults).items() if c not in names}
+    begun = start or defaults
+    names = [c for c in defaults if c not in _NOT_FITTED.get(kind, ()) and begun[c] > 0.0]
+    fixed = {c: v for c, v in begun.items() if c not in names}
     prior = np.log([defaults[c] for c in names])
-    begin = np.log([(start or defaults)[c] for c in names])
+    begin = np.log([begun[c] for c in names])
     low = np.array(
         [np.log(_BOUNDS[c][0]) if c in _BOUNDS else p - 6.0 for c, p in zip(names, prior, strict=True)]
     )
@@ -97,6 +148,8 @@ def fit_coefficients(
     axes = [*samples.shape.T, *samples.grid.T]
     target = np.log(samples.seconds)
     pull = options.prior_weight * np.sqrt(len(samples) / 1000.0)
+    # Rows of a shape err alike: what is said of many coefficients by few shapes is worth little.
+    pull *= max(1.0, _SHAPES_NEEDED.get(kind, 0) / len(np.unique(samples.shape, axis=0)))
 
     def misfit(theta: Floats) -> Floats:
         coefficients = dict(zip(names, np.exp(theta).tolist(), strict=True)) | fixed
@@ -119,10 +172,19 @@ def choose_coefficients(
     kind: KernelKind, samples: Samples, hw: Hardware, options: Options, fixed: dict[str, float]
 ) -> dict[str, float]:
     """Coefficients with the switches of `fixed`, and the others set to whatever fits best."""
-    defaults = {**FORMULAS[kind][1], **fixed}
-    settings = _CHOICES.get(kind, ({},))
-    tried = [fit_coefficients(kind, samples, hw, options, {**defaults, **switches}) for switches in settings]
-    return min(tried, key=lambda c: _errors(formula_seconds(kind, c, hw, samples), samples)[0])
+    fewest, without = _LEFT_OUT.get(kind, (0, {}))
+    few = len(np.unique(samples.shape, axis=0)) < fewest
+    defaults = {**FORMULAS[kind][1], **(without if few else {}), **fixed}
+
+    def best(settings: Iterable[dict[str, float]], some: Samples, options: Options) -> dict[str, float]:
+        tried = [fit_coefficients(kind, some, hw, options, {**defaults, **setting}) for setting in settings]
+        return min(tried, key=lambda c: _errors(formula_seconds(kind, c, hw, some), some)[0])
+
+    if kind in _STARTS:
+        # A few steps on some of the rows tell which start leads somewhere.
+        some = samples.subset(np.arange(len(samples)) % max(1, len(samples) // 1000) == 0)
+        defaults = best(_STARTS[kind], some, replace(options, max_evaluations=_FIRST_STEPS))
+    return best(_CHOICES.get(kind, ({},)), samples, options)
 
 
 def formula_seconds(
@@ -142,18 +204,19 @@ def residual_table(samples: Samples, log_ratio: Floats, kriging: Kriging) -> Res
         columns.append(index.ravel())
     table = np.full((len(shapes), *(len(a) for a in axes)), np.nan)
     table[(row.ravel(), *columns)] = log_ratio
-    scales, nugget = kriging
-    table = _fill(table, shape_features(shapes, len(scales)), axes, np.array(scales), nugget)
+    table = _fill(table, shape_features(shapes, len(kriging.length_scales)), axes, kriging)
     return ResidualTable(
         shapes=shapes.tolist(),
         grid=[a.tolist() for a in axes],
         log_ratio_e4=np.rint(table.reshape(len(shapes), -1) * 1e4).astype(int).tolist(),
-        length_scales=list(scales),
-        nugget=nugget,
+        length_scales=list(kriging.length_scales),
+        nugget=kriging.nugget,
+        metric=kriging.metric,
+        clip=kriging.clip,
     )
 
 
-def _fill(table: Floats, shapes: Floats, axes: list[Floats], scales: Floats, nugget: float) -> Floats:
+def _fill(table: Floats, shapes: Floats, axes: list[Floats], kriging: Kriging) -> Floats:
     """Fill holes: between measured points of a series, then from other shapes, then from the nearest
     point."""
     last = np.log1p(axes[-1])
@@ -171,7 +234,8 @@ def _fill(table: Floats, shapes: Floats, axes: list[Floats], scales: Floats, nug
             hole = patterns[:, p]
             if not hole.any() or hole.all():
                 continue
-            weights = kriging_weights(shapes[~hole], shapes[hole], scales, nugget)
+            scales = np.array(kriging.length_scales)
+            weights = kriging_weights(shapes[~hole], shapes[hole], scales, kriging.nugget, kriging.metric)
             here = np.flatnonzero(which.ravel() == p)
             columns[np.ix_(hole, here)] = weights @ columns[np.ix_(~hole, here)]
     points = np.stack(np.meshgrid(*(np.log1p(a) for a in axes), indexing="ij"), -1).reshape(-1, len(axes))
@@ -245,7 +309,8 @@ def held_out_seconds(
 def leave_nk_out(samples: Samples, hw: Hardware, options: Options = DEFAULT_OPTIONS) -> tuple[float, float]:
     """(mean absolute, mean signed) relative error of a GEMM fit on (n, k) pairs it never saw, a quarter at
     a time."""
-    return _errors(held_out_seconds("gemm", samples, hw, shape_groups, options)[0], samples)
+    start = choose_coefficients("gemm", samples, hw, options, {})
+    return _errors(held_out_seconds("gemm", samples, hw, shape_groups, options, start)[0], samples)
 
 
 def leave_shape_out(

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from calibration.assemble import all_samples
 from calibration.doc_tables import markdown, write_between
-from calibration.fit import DEFAULT_OPTIONS, choose_coefficients, formula_seconds, residual_table
+from calibration.fit import DEFAULT_OPTIONS, Kriging, choose_coefficients, formula_seconds, residual_table
 from calibration.ship import RECIPES, table_paths
 from calibration.tables import Samples, read_table
 from costmodel.datasheet import device_facts
@@ -80,7 +80,7 @@ def _kernel(
     residual = shipped.residual
     assert residual is not None, "every measured kernel has a table of residuals"
     ratio = np.log(kept.seconds / formula_seconds(kind, coefficients, hw, kept))
-    table = residual_table(kept, ratio, (tuple(residual.length_scales), residual.nugget))
+    table = residual_table(kept, ratio, Kriging.of(residual))
     fit = KernelFit(kind=kind, coefficients=coefficients, residual=table, num_points=len(kept))
     return Kernel(kind, fit, hw)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from calibration.fit import formula_seconds, residual_table
+from calibration.fit import Kriging, formula_seconds, residual_table
 from calibration.tables import Samples
 from costmodel.kernels import FORMULAS, Hardware
 from costmodel.profile import KernelFit
 
-_STAIR = 32.0
+_STAIR = 16.0
 """Formulas step at multiples of it."""
 
 
@@ -36,5 +36,4 @@ def straight(fit: KernelFit, samples: Samples, hw: Hardware) -> KernelFit:
         seconds.append(np.interp(wanted, sizes, samples.seconds[rows]))
     dense = Samples(fit.kind, np.concatenate(shapes), np.concatenate(grids), np.concatenate(seconds))
     ratio = np.log(dense.seconds / formula_seconds(fit.kind, fit.coefficients, hw, dense))
-    kriging = (tuple(fit.residual.length_scales), fit.residual.nugget)
-    return fit.model_copy(update={"residual": residual_table(dense, ratio, kriging)})
+    return fit.model_copy(update={"residual": residual_table(dense, ratio, Kriging.of(fit.residual))})

@@ -38,16 +38,26 @@ class Hardware:
 def smooth_max(a: Floats, b: Floats, power: float) -> Floats:
     """(a^p + b^p)^(1/p), computed without overflow; p = 1 is a sum, large p a maximum."""
     high = np.maximum(np.maximum(a, b), 1e-30)
-    return np.asarray(high * ((a / high) ** power + (b / high) ** power) ** (1.0 / power))
+    return np.asarray(high * (1.0 + (np.minimum(a, b) / high) ** power) ** (1.0 / power))
+
+
+def in_cache(c: Coefficients, hw: Hardware, num_bytes: Floats) -> Floats:
+    """How many times faster than HBM `num_bytes` come where the L2 cache holds them all: 1 + `l2_gain`, or 1."""
+    return np.asarray(
+        1.0 + c["l2_gain"] / (1.0 + (num_bytes / (hw.l2_bytes * c["l2_share"])) ** c["l2_power"])
+    )
 
 
 # -- GEMM ----------------------------------------------------------------------------------------------------
 
-_TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))
+_TILES = ((16, 64), (32, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 128))
 _SPLITS = (1, 2, 4, 8, 16)
 
 GEMM_DEFAULTS: dict[str, float] = {
     "launch_s": 2.4e-6,
+    "eff_rows": 0.003,
+    "eff_16x64": 0.20,
+    "eff_32x64": 0.35,
     "eff_64x64": 0.60,
     "eff_64x128": 0.80,
     "eff_128x128": 0.70,
@@ -60,31 +70,45 @@ GEMM_DEFAULTS: dict[str, float] = {
     "smoothing": 2.0,
     "throttle": 0.03,
     "softness": 0.5,
-    "l2_gain": 0.5,
-    "l2_share": 0.1,
+    "l2_gain": 1.0,
+    "l2_share": 0.9,
+    "l2_power": 6.0,
+    "l2_copies": 6.0,
+    "l2_io": 1.0,
     "quant_s": 2e-6,
+    "quant_row_s": 1e-9,
     "quant_efficiency": 0.5,
 }
 
 
 def gemm_s(c: Coefficients, hw: Hardware, n: Floats, k: Floats, m: Floats) -> Floats:
-    """(m, k) x (k, n): the best of five tiles and five split-K factors, in waves of thread blocks.
+    """(m, k) x (k, n): the best of seven tiles and five split-K factors, in waves of thread blocks; or row by row,
+    as libraries do for a few tokens in 16 bit, at `eff_rows` of the peak.
 
     `softness` is how far a partial last wave costs its share instead of a whole one; `throttle` lengthens large
-    products by its value per e-fold of work (clocks fall under sustained power); `l2_gain` speeds up weights that
-    a benchmark leaves in the L2 cache. 8-bit activations are quantised first by a kernel of their own.
+    products by its value per e-fold of work (clocks fall under sustained power). A benchmark that takes turns with
+    `l2_copies` sets of weights finds them in the L2 cache (`in_cache`) while they and what a product reads and writes
+    fit. 8-bit activations are quantised first by a kernel of their own, which takes `quant_row_s` a row on top of
+    its bytes.
     """
-    best: Floats | None = None
     weights = n * k * hw.weight_bytes
     quantised = hw.activation_bytes < 2.0
-    moved = weights + m * k * hw.activation_bytes + m * n * 2.0
-    cached = 1.0 + (weights / (hw.l2_bytes * c["l2_share"])) ** 2
-    bandwidth = hw.hbm_bytes_per_s * c["hbm_efficiency"] * (1.0 + c["l2_gain"] / cached)
+    read, written = m * k * hw.activation_bytes, m * n * 2.0
+    moved = weights + read + written
+    kept = (read * (3.0 if quantised else 1.0) + written) * c["l2_io"]
+    faster = in_cache(c, hw, weights * c["l2_copies"] + kept)
+    bandwidth = hw.hbm_bytes_per_s * c["hbm_efficiency"] * faster
     rate_per_sm = hw.peak_flops / hw.num_sms
     half, power = c["occupancy_half"], 1.0 + c["smoothing"]
+    best: Floats | None = None
+    if c["eff_rows"] and not quantised:
+        best = smooth_max(2.0 * m * n * k / (hw.peak_flops * c["eff_rows"]), moved / bandwidth, power)
     for tile_m, tile_n in _TILES:
+        efficiency = c[f"eff_{tile_m}x{tile_n}"]
+        if not efficiency:
+            continue
         blocks = np.ceil(m / tile_m) * np.ceil(n / tile_n)
-        rate = rate_per_sm * c[f"eff_{tile_m}x{tile_n}"]
+        rate = rate_per_sm * efficiency
         for split in _SPLITS:
             depth = np.maximum(k / split, 64.0)
             occupancy = blocks * np.minimum(split, np.ceil(k / 64.0)) / hw.num_sms
@@ -99,7 +123,8 @@ def gemm_s(c: Coefficients, hw: Hardware, n: Floats, k: Floats, m: Floats) -> Fl
     work = 2.0 * m * n * k / (hw.peak_flops * 1e-4)
     seconds = c["launch_s"] + best * (1.0 + c["throttle"] * np.log1p(work))
     if quantised:
-        seconds = seconds + c["quant_s"] + 3.0 * m * k / (hw.hbm_bytes_per_s * c["quant_efficiency"])
+        per_s = hw.hbm_bytes_per_s * c["quant_efficiency"] * (faster if c["l2_io"] else 1.0)
+        seconds = seconds + c["quant_s"] + c["quant_row_s"] * m + 3.0 * m * k / per_s
     return np.asarray(seconds)
 
 
@@ -113,6 +138,9 @@ PREFILL_DEFAULTS: dict[str, float] = {
     "hbm_efficiency": 0.7,
     "smoothing": 3.0,
     "per_seq_s": 1e-8,
+    "l2_gain": 0.3,
+    "l2_share": 0.8,
+    "l2_power": 6.0,
     "context_splits": 1.0,
     "pack_gqa": 0.0,
     "query_tile": 128.0,
@@ -133,7 +161,8 @@ def prefill_s(
 
     Work is counted in tiles of `query_tile` rows by 128 keys; rows are tokens of one head, or of all heads of a
     KV head (`pack_gqa` 1). The kernel ends no sooner than its longest thread block, which walks the whole context
-    unless the kernel splits it (`context_splits` > 1: FlashAttention 3).
+    unless the kernel splits it (`context_splits` > 1: FlashAttention 3). Queries, keys and values that the kernel
+    before has just written may still be in the L2 cache (`in_cache`).
     """
     packed = 1.0 + c["pack_gqa"] * (heads / kv_heads - 1.0)
     q_tiles = np.ceil(tokens * packed / c["query_tile"])
@@ -148,7 +177,7 @@ def prefill_s(
     power = 1.0 + c["smoothing"]
     compute = smooth_max(total / hw.num_sms, longest, power)
     moved = batch * hw.head_dim * (tokens * heads * 4.0 + (tokens + context) * kv_heads * 2.0 * hw.kv_bytes)
-    memory = moved / (hw.hbm_bytes_per_s * c["hbm_efficiency"])
+    memory = moved / (hw.hbm_bytes_per_s * c["hbm_efficiency"] * in_cache(c, hw, moved))
     return np.asarray(c["launch_s"] + smooth_max(compute, memory, power) + batch * c["per_seq_s"])
 
 
@@ -348,3 +377,18 @@ FORMULAS: dict[str, tuple[Formula, dict[str, float], tuple[str, ...], tuple[str,
 }
 """Per kind: formula, coefficients of an unfitted device, shape axes, grid axes. The default efficiencies
 are the rounded middle of the shipped fits."""
+
+EARLIER: dict[str, dict[str, float]] = {
+    "gemm": {
+        "eff_rows": 0.0,
+        "eff_16x64": 0.0,
+        "eff_32x64": 0.0,
+        "l2_power": 2.0,
+        "l2_copies": 1.0,
+        "l2_io": 0.0,
+        "quant_row_s": 0.0,
+    },
+    "prefill": {"l2_gain": 0.0},
+}
+"""Per kind: coefficients that a fit may lack because it was made before them, at values that leave its formula as it
+was."""

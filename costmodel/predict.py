@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from costmodel.kernels import FORMULAS, Hardware
+from costmodel.kernels import EARLIER, FORMULAS, Hardware
 from costmodel.profile import KernelFit, KernelKind
 from costmodel.residual import Residuals
 
@@ -20,7 +20,8 @@ class Kernel:
     def __init__(self, kind: KernelKind, fit: KernelFit | None, hw: Hardware) -> None:
         self._formula, defaults, self._shape_axes, self._grid_axes = FORMULAS[kind]
         self._hw = hw
-        self.coefficients = {**defaults, **(fit.coefficients if fit else {})}
+        fitted = EARLIER.get(kind, {}) | fit.coefficients if fit and fit.coefficients else {}
+        self.coefficients = {**defaults, **fitted}
         self._residuals = Residuals(fit.residual) if fit and fit.residual else None
         self.kind = kind
         self.fit = fit

@@ -77,6 +77,11 @@ class ResidualTable(_Frozen):
     the coordinates that `costmodel.residual.shape_features` adds."""
     nugget: float
     """Noise variance over signal variance."""
+    metric: Literal["euclidean", "cityblock"] = "euclidean"
+    """Distance of shapes: along the diagonal, or the sum of the distances along the axes."""
+    clip: float | None = None
+    """Before a residual is carried to other shapes, what it differs by from what its neighbours say of it is cut to
+    this many times what is usual in its column. None: carried as it is."""
 
 
 class KernelFit(_Frozen):

@@ -2,13 +2,15 @@
 
 Residuals log(measured / formula) sit on the same grid for every measured shape. At a measured shape they are
 used as they are, so the prediction there is the measurement; at another shape they are a kriging (Gaussian
-process) mean over the shapes in log coordinates, which fades to 0, the bare formula, with distance. Between
-grid points they are interpolated linearly in log coordinates and held constant beyond the ends.
+process) mean over the shapes in log coordinates, which fades to 0, the bare formula, with distance. Single
+timings that stand out from their neighbours may be cut on the way (`ResidualTable.clip`). Between grid points
+residuals are interpolated linearly in log coordinates and held constant beyond the ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +20,48 @@ from costmodel.profile import ResidualTable
 Floats = npt.NDArray[np.float64]
 
 
-def kriging_weights(shapes: Floats, target: Floats, length_scales: Floats, nugget: float) -> Floats:
-    """Weights (T, S) of measured `shapes` (S, D) at `target` shapes (T, D), both in log coordinates.
+def covariance(a: Floats, b: Floats, length_scales: Floats, metric: str) -> Floats:
+    """exp(-distance) (A, B) of shapes `a` (A, D) and `b` (B, D): rough, as tile and split choices are.
 
-    Covariance exp(-distance): rough, as tile and split choices are.
+    The `cityblock` distance makes it a product of one factor per axis: shapes of the same n (or the same heads)
+    tell of each other, whatever their k.
     """
+    gap = (a[:, None, :] - b[None, :, :]) / length_scales
+    distance = np.abs(gap).sum(-1) if metric == "cityblock" else np.sqrt((gap * gap).sum(-1))
+    return np.asarray(np.exp(-distance))
 
-    def covariance(a: Floats, b: Floats) -> Floats:
-        gap = (a[:, None, :] - b[None, :, :]) / length_scales
-        return np.asarray(np.exp(-np.sqrt((gap * gap).sum(-1))))
 
-    gram = covariance(shapes, shapes) + nugget * np.eye(len(shapes))
-    return np.asarray(np.linalg.solve(gram, covariance(shapes, target))).T
+def kriging_weights(
+    shapes: Floats, target: Floats, length_scales: Floats, nugget: float, metric: str = "euclidean"
+) -> Floats:
+    """Weights (T, S) of measured `shapes` (S, D) at `target` shapes (T, D), both in log coordinates."""
+    gram = covariance(shapes, shapes, length_scales, metric) + nugget * np.eye(len(shapes))
+    return np.asarray(np.linalg.solve(gram, covariance(shapes, target, length_scales, metric))).T
+
+
+def left_out(gram: Floats, rows: Floats) -> Floats:
+    """What sets each of `rows` (S, ...) apart: the error of kriging it from all the others.
+
+    `gram` (S, S) is their covariance, noise included. In closed form (Rasmussen and Williams, Gaussian Processes for
+    Machine Learning, 5.12).
+    """
+    inverse = np.linalg.inv(gram)
+    scale = np.diag(inverse)
+    return np.asarray((inverse @ rows) / (scale[:, None] if rows.ndim > 1 else scale))
+
+
+def clipped(
+    rows: Floats, shapes: Floats, length_scales: Floats, nugget: float, metric: str, clip: float
+) -> Floats:
+    """`rows` (S, columns) with what sets each apart from its neighbours cut to `clip` times the usual.
+
+    Usual is the median of its size in the column or in the whole table, whichever is larger, as a standard deviation.
+    """
+    if len(shapes) < 3:
+        return rows
+    apart = left_out(covariance(shapes, shapes, length_scales, metric) + nugget * np.eye(len(shapes)), rows)
+    usual = 1.4826 * np.maximum(np.median(np.abs(apart), axis=0), np.median(np.abs(apart)))
+    return np.asarray(rows - apart + np.clip(apart, -clip * usual, clip * usual))
 
 
 def shape_features(shapes: Floats, num_scales: int) -> Floats:
@@ -81,6 +113,15 @@ class Residuals:
         self._rows = np.asarray(table.log_ratio_e4, np.float64) * 1e-4
         self._scales = np.asarray(table.length_scales, np.float64)
         self._nugget = table.nugget
+        self._metric = table.metric
+        self._clip = table.clip
+
+    @cached_property
+    def _carried(self) -> Floats:
+        """Rows as they are carried to other shapes."""
+        if self._clip is None:
+            return self._rows
+        return clipped(self._rows, self._features, self._scales, self._nugget, self._metric, self._clip)
 
     def measured(self, shape: Sequence[float]) -> bool:
         """Whether this very shape is in the table."""
@@ -96,7 +137,8 @@ class Residuals:
             row = self._rows[exact[0]]
         else:
             near = shape_features(np.asarray(shape, np.float64)[None, :], len(self._scales))
-            row = (kriging_weights(self._features, near, self._scales, self._nugget) @ self._rows)[0]
+            weights = kriging_weights(self._features, near, self._scales, self._nugget, self._metric)
+            row = (weights @ self._carried)[0]
             # How many threads the linear algebra uses shows in the last digits; a run is to be the same on any machine.
             row = np.round(row, 6)
         return interpolate(self._axes, row.reshape([len(a) for a in self._axes]), points)
