@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.engine_version import is_version
+from costmodel.formats import gemm_format
 from costmodel.profile import load_profile
 from serving.errors import UsageError
 from sim.deployment import Deployment
@@ -62,7 +63,10 @@ def graphs_in_budget(version: tuple[int, ...]) -> bool:
 
 def with_engine(deployment: Deployment, version: str) -> Deployment:
     """The deployment with its engine's version, where anything is priced by that."""
-    if is_version(version) and (reducing(deployment) > 1 or load_profile(deployment.gpu).other_gemms):
+    products = gemm_format(deployment.dtype, deployment.quantization).name
+    if is_version(version) and (
+        reducing(deployment) > 1 or load_profile(deployment.gpu).versioned_gemm(products) is not None
+    ):
         return deployment.model_copy(update={"engine_version": version})
     return deployment
 

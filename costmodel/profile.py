@@ -10,11 +10,11 @@ import json
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from costmodel.engine_version import is_newer, standing_for
+from costmodel.engine_version import is_newer, is_version, standing_for
 from serving.errors import UsageError, nearest
 
 KernelKind = Literal[
@@ -167,6 +167,20 @@ class DeviceProfile(_Frozen):
     host: HostTerms
     provenance: Provenance
 
+    @model_validator(mode="after")
+    def _versions_are_named(self) -> Self:
+        named = (self.gemm_version, *self.other_gemms)
+        if self.other_gemms and not all(map(is_version, named)):
+            raise ValueError(
+                f"other_gemms: gemm_version and every key must be an engine version such as 0.19, not {named}"
+            )
+        lacking = {name for fits in self.other_gemms.values() for name in fits} - set(self.gemm)
+        if lacking:
+            raise ValueError(
+                f"other_gemms: gemm has no {', '.join(sorted(lacking))}; it has the newest version's"
+            )
+        return self
+
     @property
     def name(self) -> str:
         return self.facts.name
@@ -181,7 +195,9 @@ class DeviceProfile(_Frozen):
         unset = {"all_reduce_version", "other_all_reduces"} if not self.other_all_reduces else set()
         if not self.other_gemms:
             unset |= {"gemm_version", "other_gemms"}
-        unset |= {single for single in ("nccl_all_reduce", "expert_exchange") if getattr(self, single) is None}
+        unset |= {
+            single for single in ("nccl_all_reduce", "expert_exchange") if getattr(self, single) is None
+        }
         document = self.model_dump(mode="json", by_alias=True, exclude=unset)
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
@@ -207,11 +223,16 @@ class DeviceProfile(_Frozen):
         """The first engine version that multiplies as in `gemm`, where that is not the newest; else ''."""
         return self.gemm_version if any(is_newer(v, self.gemm_version) for v in self.other_gemms) else ""
 
+    def versioned_gemm(self, fmt: str) -> KernelFit | None:
+        """The fit that prices products of a number format, where those of other engine versions were measured too."""
+        priced = fmt if fmt in self.gemm else "bfloat16"
+        return self.gemm[priced] if any(priced in fits for fits in self.other_gemms.values()) else None
+
     def for_engine(self, version: str, num_gpus: int) -> DeviceProfile:
         """The profile with what stands for this engine version as its own: products, and all-reduces over `num_gpus`.
 
         That is the newest one measured that is not newer, or the oldest; of the all-reduces those measured over so many
-        devices, where there are any.
+        devices, where there are any. One device has none.
         """
         update = self._products_of(version) | self._all_reduce_of(version, num_gpus)
         return self.model_copy(update=update) if update else self
@@ -233,7 +254,7 @@ class DeviceProfile(_Frozen):
         return {"gemm": {**self.gemm, **fits}, "gemm_version": chosen, "other_gemms": others}
 
     def _all_reduce_of(self, version: str, num_gpus: int) -> dict[str, Any]:
-        if self.all_reduce is None or not self.other_all_reduces:
+        if num_gpus == 1 or self.all_reduce is None or not self.other_all_reduces:
             return {}
         fits = {self.all_reduce_version: self.all_reduce, **self.other_all_reduces}
         over = [v for v, fit in fits.items() if fit.measured_at("num_gpus", num_gpus)]

@@ -163,11 +163,10 @@ def spread_of(
     """The uncertainty of a deployment's prices. Raises `UsageError` for unknown formats."""
     fmt, kv_name = gemm_format(dtype, quantization).name, kv_format(kv_cache_dtype).name
     linear, noise, reason = _linear(model, profile, tensor_parallel_size, fmt)
+    version = profile.products if profile.versioned_gemm(fmt) else ""
     groups = [
         GroupSpread("engine", f"{profile.name}/engine", ENGINE_LOG_STD, "kernels in an engine, not alone"),
-        GroupSpread(
-            "linear", "/".join(filter(None, (profile.name, "linear", fmt, profile.products))), linear, reason
-        ),
+        GroupSpread("linear", "/".join(filter(None, (profile.name, "linear", fmt, version))), linear, reason),
     ]
     shape = (
         float(model.heads_per_rank(tensor_parallel_size)),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from costmodel.engine_version import is_newer
+from costmodel.engine_version import is_newer, parse_version
+from costmodel.formats import gemm_format
 from costmodel.lockstep import LockstepPricer
 from costmodel.model import ModelShape
 from costmodel.pipeline import UNVALIDATED, PipelinePricer, layers_per_stage
@@ -88,12 +89,12 @@ def of_engine(d: Deployment, profile: DeviceProfile, sharing: int = 1) -> tuple[
     instead = sharing > 1 and profile.expert_exchange is None and profile.all_reduce is not None
     num_gpus = sharing if reducing(d) == 1 and instead else reducing(d)
     reduces = num_gpus > 1 and bool(profile.other_all_reduces)
-    if not reduces and not profile.other_gemms:
+    if not reduces and profile.versioned_gemm(_products(d)) is None:
         if num_gpus == 1:
-            why = "all-reduces are priced by it, and one GPU a replica has none"
+            of_one = "products of one version only, and one GPU a replica has no all-reduces"
         else:
-            why = f"{profile.name} has products and all-reduces of one version only"
-        return profile, [*warnings, f"{option} has no effect: {why}"]
+            of_one = "products and all-reduces of one version only"
+        return profile, [*warnings, f"{option} has no effect: {profile.name} has {_products(d)} {of_one}"]
     chosen = profile.for_engine(version, num_gpus)
     if reduces and is_newer(chosen.all_reduce_version, version):
         warnings.append(
@@ -120,12 +121,26 @@ def of_version(built: Built) -> dict[str, str]:
         and b.profile.all_reduce
     )
     products = dict.fromkeys(
-        f"from engine version {b.profile.gemm_version} on: {b.profile.gemm['bfloat16'].source}"
+        f"of engines {_engines(b.profile)}: {fit.source}"
         for b in versioned
-        if b.profile.other_gemms
+        if (fit := b.profile.versioned_gemm(_products(b.deployment)))
     )
     found = {"products": "; ".join(products), "all_reduce": "; ".join(reduces)}
     return {name: sources for name, sources in found.items() if sources}
+
+
+def _products(d: Deployment) -> str:
+    """Number format of the products of a deployment's layers."""
+    return gemm_format(d.dtype, d.quantization).name
+
+
+def _engines(profile: DeviceProfile) -> str:
+    """Whose library multiplies as in the profile's own products: `before 0.20`, `from 0.20 on`."""
+    older = [v for v in profile.other_gemms if is_newer(profile.gemm_version, v)]
+    newer = [v for v in profile.other_gemms if v not in older]
+    since = [f"from {profile.gemm_version} on"] if older else []
+    until = [f"before {min(newer, key=parse_version)}"] if newer else []
+    return " and ".join(since + until)
 
 
 def _instead(built: Built) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +14,7 @@ from costmodel.engine_version import is_newer, is_version, parse_version, standi
 from costmodel.formats import hardware
 from costmodel.predict import Kernel
 from costmodel.profile import DeviceProfile, load_profile
+from serving.errors import UsageError
 
 NUMBERS = st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 3))
 VERSIONS = NUMBERS.map(lambda parts: ".".join(map(str, parts)))
@@ -99,3 +104,26 @@ def test_a_profile_of_one_version_says_nothing_of_versions(gpu: str) -> None:
     assert profile.for_engine("0.10", 2) is profile
     assert "other_all_reduces" not in profile.to_json()
     assert "other_gemms" not in profile.to_json()
+
+
+def test_one_gpu_reduces_nothing_by_any_version() -> None:
+    shipped = load_profile("rtxpro6000")
+    assert shipped.for_engine("0.20", 1) is shipped
+    assert shipped.for_engine("0.19", 1).all_reduce is shipped.all_reduce
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"gemm_version": "new"}, "gemm_version and every key must be an engine version"),
+        ({"gemm": {}}, "gemm has no bfloat16"),
+    ],
+)
+def test_a_profile_file_whose_versions_cannot_be_told_apart_is_one_line(
+    changed: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(json.loads(load_profile("rtxpro6000").to_json()) | changed))
+    with pytest.raises(UsageError, match=words) as error:
+        load_profile(path)
+    assert "\n" not in str(error.value)

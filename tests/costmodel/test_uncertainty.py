@@ -107,3 +107,16 @@ def test_reasons_name_what_the_error_is_taken_from() -> None:
     assert "shapes not measured" in reasons["linear"]
     assert "held-out error" in reasons["decode"]
     assert "not measured" in {g.group: g.reason for g in spread("a100").groups}["mixed"]
+
+
+@pytest.mark.parametrize("formats", [{}, {"quantization": "fp8"}, {"quantization": "nvfp4"}])
+def test_products_err_together_unless_an_engine_version_has_its_own(formats: dict[str, str]) -> None:
+    """A paired comparison draws one error for what is priced by the same fit: 8-bit products are of one version."""
+    shipped = load_profile("rtxpro6000")
+    keys = [
+        {g.group: g.key for g in spread_of(load_model("llama-3.1-8b"), profile, **formats).groups}
+        for profile in (shipped, shipped.for_engine("0.20", 1), shipped.for_engine("0.19", 1))
+    ]
+    assert keys[0] == keys[1]
+    differing = {name for name in keys[0] if keys[0][name] != keys[2][name]}
+    assert differing == (set() if formats == {"quantization": "fp8"} else {"linear"})

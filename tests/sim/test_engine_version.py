@@ -16,7 +16,7 @@ from experiments.public_results import read
 from experiments.results import result_json
 from sim.deployment import Deployment, build, simulate
 from sim.metrics import summarise
-from sim.pipeline_build import of_version
+from sim.pipeline_build import _engines, of_version
 from sim.workload import WorkloadSpec, load_workload
 
 STEP = (64, 64, (), 64, 64 * 1000, 1000)
@@ -73,11 +73,15 @@ def test_an_engine_with_cuda_12_takes_its_own_products() -> None:
     [
         (
             {"gpu": "h100", "tensor_parallel_size": 1},
-            "--engine-version 0.19 has no effect: all-reduces are priced by it",
+            "--engine-version 0.19 has no effect: h100 has bfloat16 products of one version only, and one GPU",
         ),
         (
             {"gpu": "h200"},
-            "--engine-version 0.19 has no effect: h200 has products and all-reduces of one version only",
+            "--engine-version 0.19 has no effect: h200 has bfloat16 products and all-reduces of one version only",
+        ),
+        (
+            {"tensor_parallel_size": 1, "quantization": "fp8"},
+            "--engine-version 0.19 has no effect: rtxpro6000 has fp8 products of one version only, and one GPU",
         ),
         ({"engine_version": "0.10.2"}, "all-reduces are those of 0.19.0, the oldest version"),
         ({"tensor_parallel_size": 4}, "those of 0.24.0, the oldest version that was measured over so many"),
@@ -135,14 +139,45 @@ def test_results_say_whose_all_reduces_were_used() -> None:
         assert (
             library is None
             if version is None
-            else library.startswith(f"from engine version {'0.19' if version == '0.19' else '0.20'} on: ")
+            else library.startswith(f"of engines {'before 0.20' if version == '0.19' else 'from 0.20 on'}: ")
         )
+
+
+def test_products_that_no_version_changes_are_not_named() -> None:
+    """On RTX PRO 6000 those of bfloat16 have versions; nvfp4, of which nothing was measured, takes their efficiencies."""
+    assert set(of_version(build(two(engine_version="0.19")))) == {"products", "all_reduce"}
+    assert set(of_version(build(two(engine_version="0.19", quantization="nvfp4")))) == {
+        "products",
+        "all_reduce",
+    }
+    assert set(of_version(build(two(engine_version="0.19", quantization="fp8")))) == {"all_reduce"}
+    alone = two(engine_version="0.19", quantization="fp8", tensor_parallel_size=1)
+    assert build(alone).profile is load_profile("rtxpro6000")
+
+
+def test_a_profile_with_three_libraries_names_the_engines_of_each() -> None:
+    shipped = load_profile("rtxpro6000")
+    three = shipped.model_copy(
+        update={"other_gemms": {**shipped.other_gemms, "0.9": shipped.other_gemms["0.19"]}}
+    )
+    said = {
+        version: _engines(three.for_engine(version, 1))
+        for version in ("0.8", "0.9.2", "0.18", "0.19.1", "0.20")
+    }
+    assert said == {
+        "0.8": "before 0.19",
+        "0.9.2": "before 0.19",
+        "0.18": "before 0.19",
+        "0.19.1": "from 0.19 on and before 0.20",
+        "0.20": "from 0.20 on",
+    }
 
 
 def test_runs_name_the_version_where_it_prices_something() -> None:
     assert with_engine(two(), "0.19.0").engine_version == "0.19.0"
     assert with_engine(two(tensor_parallel_size=1), "0.19.0").engine_version == "0.19.0"
     assert with_engine(two(gpu="h100", tensor_parallel_size=1), "0.19.0").engine_version is None
+    assert with_engine(two(tensor_parallel_size=1, quantization="fp8"), "0.19.0").engine_version is None
     assert with_engine(two(), "nightly").engine_version is None
     named = {(r.source, r.flags.get("engine_version")) for r in read() if r.flags["gpu"] == "rtxpro6000"}
     assert {version for _, version in named} == {"0.19.0", "0.28.0"}
