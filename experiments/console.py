@@ -101,7 +101,8 @@ def print_run(
         out.print(Text(" Verdict ".center(width, "="), style="bold"))
         bad = verdict.meets_slos is False or verdict.saturated is True
         style, promises = "red" if bad else "green", len(verdict.slos)
-        _print_wrapped(out, verdict.sentences[:promises], width, style)
+        for outcome, line in zip(verdict.slos, verdict.sentences, strict=False):
+            _print_wrapped(out, [line], width, "yellow" if outcome.met is None else style)
         _print_wrapped(out, doubts(verdict, certainty), width, "yellow")
         _print_wrapped(out, verdict.sentences[promises:], width, style)
     out.print(Text("=" * width, style="bold"))
@@ -167,7 +168,7 @@ def _headline(record: RunRecord, s: Summary, certainty: Certainty | None) -> lis
     ]
     if s.request_goodput is not None and s.slo_attainment is not None:
         limits = s.goodput_limits.limits_s().items()
-        words = " ".join(f"{name}<={limit_s * 1000:g}" for name, limit_s in limits)
+        words = " ".join(f"{name}<={limit_s * 1000:g}" for name, limit_s in limits if name in s.metrics)
         between = bracket(certainty, "request_goodput", 1.0)
         attained = bracket(certainty, "slo_attainment", 100.0)
         rows.append(
@@ -254,8 +255,6 @@ def _tenant_lines(summary: Summary) -> Iterable[str]:
     yield f"{'':<20}{'sent':>7}{'failed':>7}{'P95 TTFT':>11}{'P95 TPOT':>10}{'P95 E2EL':>12}{'good %':>8}"
     for t in summary.tenants:
         p95 = [dict(stats.percentiles_s).get(95.0, math.nan) * 1000 for stats in (t.ttft, t.tpot, t.e2el)]
-        if not summary.streams:
-            p95[1] = math.nan
         good = _num(t.slo_attainment * 100, 1) if t.slo_attainment is not None else "-"
         ttft, tpot, e2el = (_num(value, 1) for value in p95)
         failed = t.sent - t.completed

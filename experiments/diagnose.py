@@ -104,9 +104,10 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Every promise is kept, everybody was served, and no queue grows."""
+        """Every promise that can be judged is kept, everybody was served, and no queue grows."""
         overloaded = any(f.rule == "backlog" and f.fired for f in self.findings)
-        return all(j.met for j in self.judged) and not self.run.lost and not overloaded
+        met = {j.met for j in self.judged}
+        return True in met and False not in met and not self.run.lost and not overloaded
 
 
 def diagnose(
@@ -126,10 +127,12 @@ def diagnose(
     own = tuple(slos) or run.slos
     judged = judge(run, own or PRESETS[DEFAULT_SLO])
     findings = apply_rules(run, judged)
-    causes = explain(findings, judged[0])
+    causes = explain(findings, judged[0]) if judged[0].exists else ()
     base = Diagnosis(run, not own, judged, findings, causes)
     if base.healthy:
         return base
+    if not judged[0].exists:
+        return replace(base, why_nothing="no promise can be judged")
     if run.deployment is None or run.traffic is None:
         ours = run.record is not None and run.record.meta.get("real")
         flags = "--gpu, the profile of its device" if ours else "--model, --gpu and the engine's flags"
@@ -220,7 +223,7 @@ class _Clinic:
             broken = tuple(
                 outcome.slo.label
                 for outcome in slo_outcomes(record, self.slos)
-                if not outcome.met and outcome.slo.name in kept_before
+                if outcome.met is False and outcome.slo.name in kept_before
             )
             after_s = self._figure(record)
             trial = Trial(

@@ -11,6 +11,7 @@ from experiments.console import WIDTH
 from experiments.diagnose import HIGHER_IS_BETTER, Diagnosis, Trial
 from experiments.diagnose_rules import STAGE_WORDS, Finding, Judged
 from sim.intervals import Difference
+from sim.metrics import NO_PACE
 
 
 def diagnosis_lines(d: Diagnosis) -> list[str]:
@@ -21,7 +22,7 @@ def diagnosis_lines(d: Diagnosis) -> list[str]:
         lines += _wrap("No SLO came with the run or --slo: preset chat stands in.")
     for judged in d.judged:
         lines += _wrap(_slo_words(judged))
-    lines += _wrap(_governed(d.target))
+    lines += _wrap(_governed(d.target)) if d.target.exists else []
     lines += _wrap(f"{d.run.lost} requests were lost.") if d.run.lost else []
     lines.append(" Rules ".center(WIDTH, "="))
     for finding in d.findings:
@@ -44,6 +45,8 @@ def _what(d: Diagnosis) -> str:
 
 def _slo_words(judged: Judged) -> str:
     limit = f"{judged.slo.label} ≤ {judged.slo.limit_s * 1000:g} ms"
+    if not judged.exists:
+        return f"Cannot judge {limit}: {NO_PACE} {judged.slo.metric.upper()}; limit E2EL instead."
     if math.isnan(judged.value_s):
         return f"Misses {limit}: no request gives a value for it."
     over = judged.value_s / judged.slo.limit_s - 1
@@ -79,7 +82,8 @@ def _rule(f: Finding, mark: str) -> list[str]:
 
 def _changes(d: Diagnosis) -> list[str]:
     if d.healthy:
-        return _wrap("Nothing wrong: every promise is kept, nobody was lost and no queue grows.")
+        which = "every promise" if all(j.exists for j in d.judged) else "every promise that can be judged"
+        return _wrap(f"Nothing wrong: {which} is kept, nobody was lost and no queue grows.")
     lines = []
     if d.check is not None:
         lines += _wrap(

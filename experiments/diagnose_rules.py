@@ -50,10 +50,13 @@ class Judged:
     value_s: float
     stages: Mapping[str, float]
     """Shares by stage that add up to 1; empty where the source cannot tell stages apart."""
+    exists: bool = True
+    """Whether the run has such a figure."""
 
     @property
-    def met(self) -> bool:
-        return self.slo.met(self.value_s)
+    def met(self) -> bool | None:
+        """None where there is nothing to judge."""
+        return self.slo.met(self.value_s) if self.exists else None
 
     @property
     def stage(self) -> str:
@@ -103,12 +106,19 @@ TTFT, TPOT, EVERY = ("ttft", "e2el"), ("tpot", "itl", "e2el"), ("ttft", "tpot", 
 
 
 def judge(run: Measured, slos: Sequence[Slo]) -> tuple[Judged, ...]:
-    """Every promise with the stages of the requests at its figure, worst first."""
-    found = [Judged(slo, run.value_s(slo), stages_of(run, slo)) for slo in slos]
+    """Every promise with the stages of the requests at its figure, worst first, those without a figure last."""
+    found = [
+        Judged(slo, run.value_s(slo), stages_of(run, slo))
+        if run.has(slo.metric)
+        else Judged(slo, math.nan, {}, exists=False)
+        for slo in slos
+    ]
     return tuple(sorted(found, key=lambda j: -_overrun(j)))
 
 
 def _overrun(judged: Judged) -> float:
+    if not judged.exists:
+        return -math.inf
     return judged.value_s / judged.slo.limit_s if not math.isnan(judged.value_s) else math.inf
 
 
@@ -272,6 +282,8 @@ def _bandwidth(run: Measured, judged: Sequence[Judged], threshold: float) -> Res
         growth = at[1] / at[0] - 1
         words = f"a decode step takes {at[0] * 1e3:.3g} ms at batch {low:.0f} and {at[1] * 1e3:.3g} ms at {high:.0f}"
         return growth >= threshold, growth, words, ""
+    if not run.streams:
+        return _missing("every answer came whole")
     several = ~np.isnan(run.tpot_s)
     active = concurrency(run)[several]
     low, high = (float(np.quantile(active, q)) for q in (0.1, 0.9)) if len(active) else (0.0, 0.0)
@@ -290,7 +302,7 @@ def _bandwidth(run: Measured, judged: Sequence[Judged], threshold: float) -> Res
 
 
 def _floor(run: Measured, judged: Sequence[Judged], threshold: float) -> Result:
-    limit = next((j for j in judged if j.slo.metric in ("tpot", "itl")), None)
+    limit = next((j for j in judged if j.slo.metric in ("tpot", "itl") and j.exists), None)
     if limit is None:
         return _missing("no promise on TPOT or ITL")
     if run.deployment is None:
@@ -319,6 +331,8 @@ def _stalls(run: Measured, judged: Sequence[Judged], threshold: float) -> Result
 
 
 def _tail(run: Measured, judged: Sequence[Judged], threshold: float) -> Result:
+    if not run.streams:
+        return _missing("every answer came whole")
     values = run.tpot_s[~np.isnan(run.tpot_s)]
     if len(values) < 100:
         return _missing(f"P99 of {len(values)} requests is little more than the maximum")

@@ -26,7 +26,7 @@ from sim.latency import Bools, Pooled, inter_token_gaps, latencies, percentile_s
 from sim.meta import meta_value
 from sim.metrics import slo_outcomes
 from sim.record import Floats, Ints, RunRecord, Status
-from sim.slo import Goodput, Slo, parse_slo
+from sim.slo import TICK_S, Goodput, Slo, parse_slo
 from sim.workload import Workload, WorkloadSpec
 
 GAP_PERCENTILES = 1001
@@ -73,6 +73,15 @@ class Measured:
     def decode_s(self) -> Floats:
         """From the first token to the last."""
         return self.e2el_s - self.ttft_s
+
+    @property
+    def streams(self) -> bool:
+        """Whether there is a pace of tokens, as `Summary.streams`."""
+        return bool((self.tpot_s > TICK_S).any())
+
+    def has(self, metric: str) -> bool:
+        """Whether there is such a latency: no TPOT and no ITL where every answer came whole."""
+        return self.streams or metric not in ("tpot", "itl")
 
     def column(self, metric: str) -> Floats:
         """`ttft`, `tpot` or `e2el` of every finished request."""

@@ -36,7 +36,7 @@ function breaks(i) {
     const limit = S.limits[metric];
     if (!limit || !known(limit.ms)) continue;
     const key = `${limit.statistic}_${metric}_ms`, v = value(key, i);
-    if (!known(v)) found.push(`no ${label(key)}`);
+    if (!known(v)) found.push(`cannot judge ${label(key)}: it has none`);
     else if (v > limit.ms + 1e-6) found.push(`${label(key)} ${fmt(v)} is over ${fmt(limit.ms)}`);
   }
   const failed = value("failed", i);

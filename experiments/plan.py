@@ -404,7 +404,9 @@ def _intervals(
 
 def _with_front(fleets: Sequence[Fleet]) -> list[Fleet]:
     """Mark the fleets that no other beats in all of: cost, P95 TTFT, P95 TPOT, output tokens per second and GPU."""
-    points = np.array([front_point(fleet) for fleet in fleets])
+    points = np.nan_to_num(
+        [front_point(fleet) for fleet in fleets]
+    )  # where no answer streams there is no TPOT
     out = []
     for i, fleet in enumerate(fleets):
         others = np.delete(points, i, axis=0)

@@ -215,7 +215,7 @@ def _verdict(record: RunRecord, summary: Summary, verdict: Verdict, notes: Seque
     lines = []
     if record.interrupted:
         lines.append(("warn", "Interrupted: these results are partial."))
-    marks = ["good" if o.met else "bad" for o in verdict.slos]
+    marks = [{True: "good", False: "bad", None: "warn"}[o.met] for o in verdict.slos]
     rest = verdict.sentences[len(marks) :]
     load = {Load.SATURATED: "bad", Load.STABLE: "good"}.get(verdict.saturation.load, "warn")
     marks += ["bad"] * (len(rest) - 2) + [load, "plain"]

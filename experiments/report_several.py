@@ -201,7 +201,7 @@ def _promises(runs: Sequence[Opened], names: Sequence[str]) -> str:
     lines = []
     for run, name in zip(runs, names, strict=True):
         slos = len(run.verdict.slos)
-        mark = {True: "good", False: "bad", None: "plain"}[run.verdict.meets_slos]
+        mark = {True: "good", False: "bad", None: "warn" if slos else "plain"}[run.verdict.meets_slos]
         said = run.verdict.sentences[:slos] or run.verdict.sentences[:1]
         lines.append((mark, f"{name}: {' '.join(said)}"))
         if not run.summary.streams:

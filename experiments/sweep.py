@@ -116,6 +116,8 @@ def _search(
             (trial, _tasks(spec, search, store, first + i, trial.params)) for i, trial in enumerate(trials)
         ]
         complete([task for _, tasks in batch for task in tasks])
+        if not first:
+            _check_figures(search, [done[task.index] for _, tasks in batch for task in tasks])
         for trial, tasks in batch:
             rows = [done[task.index] for task in tasks]
             values = [_mean(rows, column) for column, _ in search.goals]
@@ -126,6 +128,17 @@ def _search(
                 study.tell(trial, values)
             else:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
+
+
+def _check_figures(search: Search, rows: Sequence[dict[str, Any]]) -> None:
+    """Raises UsageError for a goal that no run of the first batch has, so that nothing could be learnt."""
+    ended = [row for row in rows if row["status"] == "done"]
+    for column in (*(c for c, _ in search.goals), *(c for c, _ in search.limits)):
+        if ended and all(row.get(column) is None for row in ended):
+            raise UsageError(
+                f"optuna: {column}: none of the first {len(ended)} runs has such a figure; where answers come whole, "
+                "limit p95_e2el_ms"
+            )
 
 
 def _tasks(spec: SweepSpec, search: Search, store: Store, number: int, chosen: Params) -> list[Task]:

@@ -31,7 +31,7 @@ from sim.latency import (
     token_seconds,
 )
 from sim.record import Floats, RunRecord, Status, Tenant
-from sim.slo import METRICS, TICK_S, Goodput, Slo
+from sim.slo import GOODPUT_METRICS, METRICS, TICK_S, Goodput, Slo
 from sim.streaming import Perception, perception
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 NOT_STREAMED = "No TPOT and no ITL: every answer came whole, at its end."
 """What stands in their place where `Summary.streams` is false."""
+NO_PACE = "every answer came whole, so there is no"
+"""Why a limit on one of them, named behind it, cannot be judged."""
 _PACE = ("tpot", "itl")
 _COUNTS = ("drafts", "beams", "perceived")
 """Figures of a `Summary` that are made of several."""
@@ -51,7 +53,8 @@ class SloOutcome:
 
     slo: Slo
     value_s: float
-    met: bool
+    met: bool | None
+    """None where the run has no such figure, such as a TPOT where every answer came whole."""
 
     @property
     def headroom(self) -> float:
@@ -152,7 +155,7 @@ class Summary:
     @property
     def streams(self) -> bool:
         """Whether there is a pace of tokens: not where every completed answer came in one piece, as of beam searches."""
-        return _any_streamed(self.tpot)
+        return not self.completed or self.tpot.count > 0
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -209,16 +212,20 @@ def summarise(
     """All metrics of a run.
 
     Latency statistics cover completed requests, and TPOT those with more than one token. `goodput` limits
-    apply to every request; a tenant's own limits take precedence over them.
+    apply to every request; a tenant's own limits take precedence over them. Where every answer came whole there is no
+    TPOT, and a limit on it judges nobody.
     """
     r, lat = record.requests, latencies(record)
     status = {s: int(np.count_nonzero(r.status == s)) for s in Status}
     finished = r.status == Status.FINISHED
     duration_s = _duration_s(record)
     per_second = 1 / duration_s if duration_s > 0 else 0.0
-    good, good_by_metric, limited = _good(record, lat, goodput or Goodput())
+    pools = _pools(record, lat, finished)
+    streams = not finished.any() or pools["tpot"].size > 0
+    judging = tuple(name for name in GOODPUT_METRICS if streams or name not in _PACE)
+    good, good_by_metric, limited = _good(record, lat, goodput or Goodput(), judging)
     stages = {name: _mean(times_s[finished]) for name, times_s in stage_times(record).items()}
-    stats = {name: latency_stats(pool, percentiles) for name, pool in _pools(record, lat, finished).items()}
+    stats = {name: latency_stats(pool, percentiles) for name, pool in pools.items()}
     input_tokens, output_tokens = int(r.prompt_tokens[finished].sum()), int(r.output_tokens[finished].sum())
     admitted = ~np.isnan(r.scheduled_s)
     prompt_tokens = int(r.prompt_tokens[admitted].sum())
@@ -262,13 +269,13 @@ def summarise(
         num_steps=len(record.steps),
         slos=slo_outcomes(record, slos),
         tenants=tuple(
-            _tenant(record, lat, index, good, limited, percentiles, per_second, goodput or Goodput())
+            _tenant(record, lat, index, good, judging, percentiles, per_second, goodput or Goodput())
             for index in range(len(record.tenants))
         ),
         warnings=(
             *record.warnings,
             *_thin_percentiles(status[Status.FINISHED], percentiles),
-            *_empty_promises(stats["tpot"], slos),
+            *(() if streams else _empty_promises(record.tenants, goodput or Goodput())),
         ),
         errors=status[Status.FAILED],
         drafts=record.drafts,
@@ -282,6 +289,7 @@ def slo_outcomes(record: RunRecord, slos: Sequence[Slo]) -> tuple[SloOutcome, ..
 
     A percentile covers every request that was sent: a rejected one was never served, so its latency is
     infinite, and one still unfinished counts with the time it has waited so far. Means cover completed ones.
+    What there is none of, as TPOT and ITL where every answer came whole, is NaN and neither met nor missed.
     """
     if not slos:
         return ()
@@ -294,8 +302,12 @@ def slo_outcomes(record: RunRecord, slos: Sequence[Slo]) -> tuple[SloOutcome, ..
         "tpot": np.where(r.output_tokens > 1, lat.tpot_s, np.nan),
         "e2el": np.where(np.isnan(lat.e2el_s), waited_s, lat.e2el_s),
     }
+    streams = not finished.any() or pools["tpot"].size > 0
     outcomes = []
     for slo in slos:
+        if not streams and slo.metric in _PACE:
+            outcomes.append(SloOutcome(slo, math.nan, None))
+            continue
         if slo.percentile is None:
             value_s = latency_stats(pools[slo.metric], ()).mean_s
         elif slo.metric == "itl":
@@ -307,8 +319,9 @@ def slo_outcomes(record: RunRecord, slos: Sequence[Slo]) -> tuple[SloOutcome, ..
 
 
 def _pools(record: RunRecord, lat: Latencies, keep: Bools, *, with_itl: bool = True) -> dict[str, Pooled]:
-    several = keep & (record.requests.output_tokens > 1)
-    tpot_s = lat.tpot_s[several] if several.any() else lat.tpot_s[keep]
+    tpot_s = lat.tpot_s[keep & (record.requests.output_tokens > 1)]
+    if not (tpot_s > TICK_S).any():  # every answer came whole
+        tpot_s = tpot_s[:0]
     empty = Pooled(np.empty(0), np.empty(0, np.int64))
     return {
         "ttft": pooled(lat.ttft_s[keep]),
@@ -326,12 +339,17 @@ def _duration_s(record: RunRecord) -> float:
     return float((done_s.max() if len(done_s) else record.end_s) - r.sent_s.min())
 
 
-def _good(record: RunRecord, lat: Latencies, common: Goodput) -> tuple[Bools, dict[str, float], bool]:
-    """Rows that kept every limit they have, the share of rows per metric, and whether there is any limit."""
+def _good(
+    record: RunRecord, lat: Latencies, common: Goodput, judging: Sequence[str]
+) -> tuple[Bools, dict[str, float], bool]:
+    """Rows that kept every limit they have on the metrics `judging`, the share of rows per metric, and whether there is
+    any limit.
+    """
     good = record.requests.status == Status.FINISHED
     finished = good.copy()
     by_metric: dict[str, float] = {}
-    for name, values_s in (("ttft", lat.ttft_s), ("tpot", lat.tpot_s), ("e2el", lat.e2el_s)):
+    for name in judging:
+        values_s: Floats = getattr(lat, f"{name}_s")
         by_tenant = [limits(t, common).limits_s().get(name, np.nan) for t in record.tenants]
         limit_s = np.array(by_tenant)[record.requests.tenant]
         has_limit = ~np.isnan(limit_s)
@@ -357,7 +375,7 @@ def _tenant(
     lat: Latencies,
     index: int,
     good: Bools,
-    limited: bool,
+    judging: Sequence[str],
     percentiles: Sequence[float],
     per_second: float,
     common: Goodput,
@@ -368,7 +386,7 @@ def _tenant(
     stats = {name: latency_stats(pool, percentiles) for name, pool in _pools(record, lat, finished).items()}
     num_good, sent = int((good & mine).sum()), int(mine.sum())
     own = limits(tenant, common)
-    has_limits = limited and bool(own.limits_s())
+    has_limits = any(name in judging for name in own.limits_s())
     return TenantSummary(
         name=tenant.name,
         slo_class=tenant.slo_class,
@@ -444,18 +462,12 @@ def _thin_percentiles(count: int, percentiles: Sequence[float]) -> tuple[str, ..
     return (f"{names} of {count} requests is little more than the maximum; use more requests",)
 
 
-def _any_streamed(tpot: LatencyStats) -> bool:
-    """Of completed requests; true where there are none."""
-    return not tpot.max_s <= TICK_S
-
-
-def _empty_promises(tpot: LatencyStats, slos: Sequence[Slo]) -> tuple[str, ...]:
-    """What says nothing where every answer is shown at its end, as of beam searches and best-of."""
-    empty = [slo.label for slo in slos if slo.metric in _PACE]
-    if not empty or _any_streamed(tpot):
+def _empty_promises(tenants: Sequence[Tenant], goodput: Goodput) -> tuple[str, ...]:
+    """Says that limits of requests are on what no request has; SLOs say it themselves in the verdict."""
+    if not any("tpot" in limits(tenant, goodput).limits_s() for tenant in tenants):
         return ()
     return (
-        f"{', '.join(empty)}: every answer comes whole, which a limit on tokens' pace says nothing of; limit E2EL",
+        "the goodput limit of TPOT judges nobody: every answer came whole, so there is none; limit E2EL instead",
     )
 
 

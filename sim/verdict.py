@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.metrics import SloOutcome, Summary, slo_outcomes
+from sim.metrics import NO_PACE, SloOutcome, Summary, slo_outcomes
 from sim.pipeline import bubble_share
 from sim.record import RunRecord
 from sim.saturation import Load, Saturation, saturation
@@ -50,7 +50,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer to a run. `meets_slos` is None when no SLO was set."""
+    """The answer to a run. `meets_slos` is None when no SLO was set, or when none is missed and one cannot be judged."""
 
     meets_slos: bool | None
     slos: tuple[SloOutcome, ...]
@@ -69,7 +69,8 @@ def verdict(record: RunRecord, summary: Summary, slos: Sequence[Slo] = ()) -> Ve
     """Judge a run. SLOs default to those the summary was made with."""
     outcomes = slo_outcomes(record, slos) if slos else summary.slos
     load, bound = saturation(record), what_bounds(record, summary)
-    meets = all(o.met for o in outcomes) if outcomes else None
+    met = {o.met for o in outcomes}
+    meets = False if False in met else True if met == {True} else None
     sentences = (
         *(_slo_sentence(o) for o in outcomes),
         *_loss_sentences(summary),
@@ -166,6 +167,8 @@ def _evidence(kind: str, shares: dict[str, float], record: RunRecord, summary: S
 def _slo_sentence(outcome: SloOutcome) -> str:
     slo = outcome.slo
     limit = f"{slo.limit_s * 1000:g} ms"
+    if outcome.met is None:
+        return f"Cannot judge {slo.label} ≤ {limit}: {NO_PACE} {slo.metric.upper()}; limit E2EL instead."
     if not np.isfinite(outcome.value_s):
         if np.isnan(outcome.value_s):
             return f"Misses {slo.label} ≤ {limit}: no request gives a value for it."

@@ -116,7 +116,7 @@ PROMISES = _rows(
     ("goodput", list[str], "Limits in ms that a good request keeps: ttft:500 tpot:50 e2el:5000."),
     ("slo", list[str], "Limits in ms on statistics of all requests: p95_ttft:500 mean_tpot:50, or a preset: "
      f"{', '.join(PRESETS)}."),
-    ("fail_on_slo", bool, "Exit with code 3 when an SLO is missed."),
+    ("fail_on_slo", bool, "Exit with code 3 when an SLO is missed or cannot be judged."),
 )  # fmt: skip
 
 RUN = _rows(

@@ -12,12 +12,18 @@ from rich.console import Console
 
 from experiments.compare_saved import compare_saved
 from experiments.console import print_run
+from experiments.diagnose import diagnose
+from experiments.diagnose_report import diagnosis_lines
+from experiments.diagnose_run import read_measured
 from experiments.report import report_html
 from experiments.report_several import several_html
+from experiments.results import result_json
 from experiments.saved import Opened, open_run
 from serving.errors import UsageError
-from sim.metrics import NOT_STREAMED
+from sim.metrics import NOT_STREAMED, summarise
 from sim.samples import thin_percentiles
+from sim.slo import parse_slo
+from sim.verdict import verdict
 from tokentwin import simulate
 from tokentwin.run import Run
 
@@ -116,3 +122,30 @@ def test_beside_a_run_that_streams_there_is_a_dash(opened: dict[str, Opened], tm
     assert neither.count(NOT_STREAMED) == 2
     assert "TPOT (ms)" not in neither
     assert "ITL (ms)" not in neither
+
+
+@pytest.mark.parametrize("name", ["whole", "one token", "mixed"])
+def test_a_limit_on_what_there_is_none_of_is_judged_nowhere(opened: dict[str, Opened], name: str) -> None:
+    """Neither in the JSON nor by diagnose; a limit beside it is."""
+    folder, slos = opened[name].folder, ["p95_tpot:1e6", "p95_ttft:1e6"]
+    run = open_run(folder)
+    found = verdict(run.record, summarise(run.record, slos=parse_slo(slos)))
+    result = result_json(run.record, run.summary, verdict=found)
+    here = name == "mixed"
+    assert (result["mean_tpot_ms"] is not None) == here
+    assert result["sim_slos"]["p95_tpot"]["met"] is (True if here else None)
+    assert (result["sim_slos"]["p95_tpot"]["value_ms"] is not None) == here
+    assert result["sim_slos"]["p95_ttft"]["met"] is True
+    assert result["sim_meets_slos"] is (True if here else None)
+    diagnosed = diagnose(read_measured(folder), parse_slo(slos))
+    assert {j.slo.name: j.met for j in diagnosed.judged} == {
+        "p95_ttft": True,
+        "p95_tpot": True if here else None,
+    }
+    words = " ".join(" ".join(diagnosis_lines(diagnosed)).split())
+    assert ("Cannot judge P95 TPOT" in words) != here
+    assert ("every promise that can be judged is kept" in words) != here
+    only = diagnose(read_measured(folder), parse_slo(slos[:1]))
+    assert only.healthy == here
+    assert only.why_nothing == ("" if here else "no promise can be judged")
+    assert not [f for f in only.findings if f.rule == "tail" and f.fired]

@@ -16,6 +16,7 @@ from sim.best_of import check_best_of
 from sim.metrics import summarise
 from sim.record import RunRecord, Status
 from sim.slo import Slo
+from sim.verdict import verdict
 from sim.workload import load_workload
 from sim.workload.flags import spec_from_flags
 from sim.workload.types import Workload
@@ -149,8 +150,16 @@ def test_a_search_samples_nothing() -> None:
         check_best_of(replace(workload, beam_width=np.array([2], np.int64)))
 
 
-def test_a_limit_on_the_pace_of_an_answer_that_comes_whole_is_told_to_be_empty() -> None:
-    slos = (Slo("p95", "tpot", 0.05), Slo("p95", "itl", 0.05), Slo("p95", "e2el", 5.0))
-    whole, streamed = (summarise(alone(count, 37, 20), slos=slos).warnings for count in (3, 1))
-    assert [line for line in whole if "comes whole" in line and line.startswith("P95 TPOT, P95 ITL: ")]
-    assert not [line for line in streamed if "comes whole" in line]
+@pytest.mark.parametrize("count", [3, 1])
+def test_a_limit_on_the_pace_of_an_answer_that_comes_whole_is_neither_met_nor_missed(count: int) -> None:
+    slos = (Slo("p95", "tpot", 0.05), Slo("mean", "itl", 0.05), Slo("p95", "e2el", 5.0))
+    record = alone(count, 37, 20)
+    summary = summarise(record, slos=slos)
+    found = verdict(record, summary)
+    whole = count > 1
+    assert [o.met for o in summary.slos] == ([None, None, True] if whole else [True] * 3)
+    assert found.meets_slos is (None if whole else True)
+    assert verdict(record, summary, [slos[0], Slo("p95", "e2el", 1e-6)]).meets_slos is False
+    assert [line for line in found.sentences if line.startswith("Cannot judge P95 TPOT ≤ 50 ms: ")] == (
+        [found.sentences[0]] if whole else []
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -79,8 +80,12 @@ def test_one_token_has_no_tpot_and_is_left_out_of_its_statistics() -> None:
     assert summarise(run).tpot.count == 1
     assert summarise(run).tpot.mean_s == pytest.approx(0.010)
     only = summarise(toy_run([0.0], [10], [1]), goodput=Goodput(tpot_s=0.001))
-    assert only.tpot.mean_s == 0
-    assert only.slo_attainment == 1
+    assert only.tpot.count == 0
+    assert math.isnan(only.figures()["mean_tpot_ms"])
+    assert only.slo_attainment is None  # nobody can be judged by that limit, and there is no other
+    assert [line for line in only.warnings if "goodput limit of TPOT judges nobody" in line]
+    both = summarise(toy_run([0.0], [10], [1]), goodput=Goodput(ttft_s=1e-6, tpot_s=0.001))
+    assert both.slo_attainment_by_metric == {"ttft": 0.0}
 
 
 def test_failures_are_never_good_and_count_in_their_tenant() -> None:

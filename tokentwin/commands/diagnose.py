@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SLO_MISSED = 3
 _HELP = {
     "replications": "Runs of each change with other calibration errors, step noise and requests, for 95% intervals.",
-    "fail_on_slo": "Exit with code 3 when the run misses an SLO.",
+    "fail_on_slo": "Exit with code 3 when the run misses an SLO or has nothing to judge it by.",
 }
 
 

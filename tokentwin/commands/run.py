@@ -148,7 +148,7 @@ def run(**flags: Any) -> int:
         return INTERRUPTED
     if real.num_lost and math.isinf(plan.until_s):
         return LOST
-    if given.get("fail_on_slo") and real.verdict.meets_slos is False:
+    if given.get("fail_on_slo") and not real.verdict.meets_slos:
         return SLO_MISSED
     return ALERT_FIRED if given.get("fail_on_alert") and any_fired(real.record) else 0
 

@@ -80,7 +80,7 @@ def exit_code(run: Run, job: Job, *, fail_on_slo: bool) -> int:
     if run.num_lost and job.until_s == float("inf"):
         sys.stderr.write(f"error: {run.num_lost} of {run.num_requests} requests never ended\n")
         return LOST
-    if fail_on_slo and run.verdict.meets_slos is False:
+    if fail_on_slo and not run.verdict.meets_slos:
         return SLO_MISSED
     return 0
 
