@@ -27,6 +27,7 @@ from sim.record import Floats
 MOST_STEPS = 3
 """Between two ends: a price that is 10 % off is less than a third of a step off by then."""
 _OFF_STEPS = 0.35
+"""How far from a whole number of priced steps a stretch may be; further off, its number of steps is in doubt."""
 WIDTH = 16
 """Sequences of one row of the table."""
 _SECTION = "drain"
@@ -44,7 +45,7 @@ class Stretch:
 
 
 def begins_s(case: Case, times: Times) -> float:
-    """From when on the run only decodes."""
+    """From when on the run only decodes: after its last first token, and the second in which somebody last waited."""
     waiting = case.observed.series.get("waiting")
     last = float(times.first_token_s.max())
     if waiting is None or not np.any(waiting > 0):
@@ -53,7 +54,7 @@ def begins_s(case: Case, times: Times) -> float:
 
 
 def stretches(case: Case, times: Times, prices: Prices) -> list[Stretch]:
-    """The stretches of a run at which nothing but decodes went on, longest batch first."""
+    """The stretches of a run's end, when nothing but decodes went on, largest batch first."""
     now = begins_s(case, times)
     left = np.flatnonzero(times.last_token_s > now)
     left = left[np.argsort(times.last_token_s[left], kind="stable")]

@@ -1,7 +1,7 @@
 """Products of another version of the vendor's library, timed by others on another card of the same kind.
 
 Which kernel cuBLAS takes for a product changes between its versions: on RTX PRO 6000 the same product of bfloat16 takes
-up to 40 % longer under CUDA 12 than under CUDA 13 at some numbers of tokens, and as long at others. The tables lie in
+from a quarter less to nearly twice as long under CUDA 12 as under CUDA 13, by the number of tokens. The tables lie in
 `calibration/data` (its README says whose they are). Two cards of one kind differ in pace; the times are brought to
 the pace of the card that the profile is of, by products that both run with the same kernel.
 """
@@ -23,6 +23,7 @@ from calibration.tables import Samples, Table, read_table, samples_from
 from costmodel.formats import hardware
 from costmodel.layers import STREAMING
 from costmodel.profile import DeviceFacts, KernelFit
+from serving.errors import UsageError
 
 Floats = npt.NDArray[np.float64]
 
@@ -51,17 +52,26 @@ LLAMA_UP = SameKernel((28672.0, 4096.0), (28672.0, 8192.0), 576.0, 2048.0)
 
 
 def _series(samples: Samples, shape: tuple[float, float]) -> dict[float, float]:
+    """Seconds of a shape (n, k) by number of tokens."""
     here = np.all(samples.shape == shape, axis=1)
     return dict(zip(samples.grid[here, 0].tolist(), samples.seconds[here].tolist(), strict=True))
 
 
 def _ratio(a: dict[float, float], b: dict[float, float], least: float, most: float) -> float:
+    """Median of a / b over the numbers of tokens from `least` to `most` that both have."""
     common = [m for m in a if m in b and least <= m <= most]
+    if not common:
+        raise UsageError(
+            f"no number of tokens from {least:g} to {most:g} in both tables to tell the card's pace by"
+        )
     return float(np.median([a[m] / b[m] for m in common]))
 
 
 def pace(theirs: Samples, ours: Samples, by: SameKernel = LLAMA_UP) -> float:
-    """How many times as long the other card takes for what both run with the same kernel, memory not the limit."""
+    """How many times as long the other card takes for what both run with the same kernel, memory not the limit.
+
+    Raises `UsageError` where the tables have no such product in common.
+    """
     deep, shallow = _series(theirs, by.deeper), _series(theirs, by.shape)
     depth = _ratio(shallow, deep, by.most + 1.0, np.inf)
     return depth * _ratio(deep, _series(ours, by.shape), by.least, by.most)

@@ -15,6 +15,7 @@ from costmodel.datasheet import device_facts
 from costmodel.formats import hardware
 from costmodel.predict import Kernel
 from costmodel.profile import load_profile
+from serving.errors import UsageError
 
 KERNELS = Path(__file__).resolve().parents[3] / "shared" / "data" / "kernels"
 FACTS = device_facts("rtxpro6000")
@@ -41,6 +42,13 @@ def test_pace_is_the_factor_between_two_cards_that_run_the_same_kernel() -> None
     )
     ours = samples({LLAMA_UP.shape: {64: 1.0, **stairs(1.0, range(576, 2049, 64))}})
     assert pace(theirs, ours) == pytest.approx(1.25, rel=1e-12)
+
+
+def test_tables_without_a_product_in_common_say_so() -> None:
+    ours = samples({LLAMA_UP.shape: stairs(1.0, range(576, 2049, 64))})
+    theirs = samples({LLAMA_UP.deeper: stairs(1.9, range(576, 3073, 64)), LLAMA_UP.shape: {64: 1.0}})
+    with pytest.raises(UsageError, match="from 2049 to inf in both tables"):
+        pace(theirs, ours)
 
 
 def test_reading_weights_takes_no_less_on_a_faster_card() -> None:
