@@ -98,9 +98,9 @@ def scaled(profile: DeviceProfile, factors: Mapping[str, float], decode_tokens: 
             by = np.full(grid[0].size, logs[phase])
         else:
             by = np.where(grid[axis].ravel() <= decode_tokens, logs["decode"], logs["prefill"])
-        table = np.asarray(fit.residual.log_ratio_e4) + np.rint(by * 1e4).astype(int)
+        shift = np.rint(by * 1e4).astype(int) + np.asarray(fit.residual.everywhere_e4 or [0])
         return fit.model_copy(
-            update={"residual": fit.residual.model_copy(update={"log_ratio_e4": table.tolist()})}
+            update={"residual": fit.residual.model_copy(update={"everywhere_e4": shift.tolist()})}
         )
 
     def all_moved(fits: Mapping[str, KernelFit], axis: int | None, phase: str = "") -> dict[str, KernelFit]:

@@ -82,6 +82,8 @@ class ResidualTable(_Frozen):
     clip: float | None = None
     """Before a residual is carried to other shapes, what it differs by from what its neighbours say of it is cut to
     this many times what is usual in its column. None: carried as it is."""
+    everywhere_e4: list[int] | None = None
+    """Per column, in units of 1e-4: added at every shape, measured or not. For profiles moved to what was recorded."""
 
 
 class KernelFit(_Frozen):

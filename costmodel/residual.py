@@ -115,6 +115,7 @@ class Residuals:
         self._nugget = table.nugget
         self._metric = table.metric
         self._clip = table.clip
+        self._everywhere = np.asarray(table.everywhere_e4 or [0], np.float64) * 1e-4
 
     @cached_property
     def _carried(self) -> Floats:
@@ -141,4 +142,5 @@ class Residuals:
             row = (weights @ self._carried)[0]
             # How many threads the linear algebra uses shows in the last digits; a run is to be the same on any machine.
             row = np.round(row, 6)
+        row = row + self._everywhere
         return interpolate(self._axes, row.reshape([len(a) for a in self._axes]), points)
