@@ -173,13 +173,14 @@ class DeviceProfile(_Frozen):
     def _versions_are_named(self) -> Self:
         named = (self.gemm_version, *self.other_gemms)
         if self.other_gemms and not all(map(is_version, named)):
+            given = ", ".join(map(repr, named))
             raise ValueError(
-                f"other_gemms: gemm_version and every key must be an engine version such as 0.19, not {named}"
+                f"gemm_version and the keys of other_gemms are versions such as 0.19, not {given}"
             )
         lacking = {name for fits in self.other_gemms.values() for name in fits} - set(self.gemm)
         if lacking:
             raise ValueError(
-                f"other_gemms: gemm has no {', '.join(sorted(lacking))}; it has the newest version's"
+                f"other_gemms has {', '.join(sorted(lacking))}, which gemm lacks: add the newest's"
             )
         return self
 
@@ -312,7 +313,8 @@ def _parse(text: str, *, where: str) -> DeviceProfile:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise UsageError(f"--gpu {where}: not a device profile ({field}: {first['msg']})") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"--gpu {where}: not a device profile ({field}: {reason})") from None
     if profile.schema_ != SCHEMA:
         raise UsageError(f"--gpu {where}: profile schema {profile.schema_!r}, this version reads {SCHEMA!r}")
     return profile

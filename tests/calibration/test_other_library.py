@@ -89,7 +89,7 @@ def test_choosing_a_library_changes_no_product_that_reads_its_weights_much() -> 
     not KERNELS.is_dir(), reason="the measured kernel tables (../shared/data/kernels) are absent"
 )
 def test_the_two_cards_differ_by_seven_percent_wherever_they_run_the_same_kernel() -> None:
-    """At every number of tokens from 576 on, to 2 %, and as the profile says."""
+    """At every number of tokens from 576 on, to 2 %, and as the profile says; which it prices so as well."""
     tables = [read_table(path) for path in sorted(KERNELS.glob("kernels_lss_rtxpro6000_*_dense.csv"))]
     ours = layer_samples(tables, FACTS)["gemm"]
     _, slower = other_samples(STEM, ours, FACTS)
@@ -108,3 +108,11 @@ def test_the_two_cards_differ_by_seven_percent_wherever_they_run_the_same_kernel
     }
     ratios = [np.median(depth) * theirs[28672, 8192, m] / mine[m] for m in range(576, 2049, 16)]
     assert np.quantile(np.abs(np.array(ratios) / slower - 1), 0.9) < 0.02
+    # The fit has no timing of this shape: what it carries there from the others is what both libraries take.
+    kernel = Kernel(
+        "gemm", load_profile("rtxpro6000").for_engine("0.19", 1).gemm["bfloat16"], hardware(FACTS)
+    )
+    tokens = np.arange(576.0, 2049.0, 16.0)
+    errors = kernel.seconds(LLAMA_UP.shape, tokens) * 1e6 / np.array([mine[int(m)] for m in tokens]) - 1
+    assert np.mean(np.abs(errors)) < 0.03
+    assert np.max(np.abs(errors)) < 0.08

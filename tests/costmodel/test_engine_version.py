@@ -115,8 +115,8 @@ def test_one_gpu_reduces_nothing_by_any_version() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"gemm_version": "new"}, "gemm_version and every key must be an engine version"),
-        ({"gemm": {}}, "gemm has no bfloat16"),
+        ({"gemm_version": "new"}, "the document: gemm_version and the keys of other_gemms are versions"),
+        ({"gemm": {}}, "other_gemms has bfloat16, which gemm lacks"),
     ],
 )
 def test_a_profile_file_whose_versions_cannot_be_told_apart_is_one_line(
