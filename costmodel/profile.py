@@ -242,7 +242,11 @@ class DeviceProfile(_Frozen):
 
     def with_nccl(self) -> DeviceProfile:
         """The profile with NCCL's all-reduce as its own, whatever the engine's version."""
-        update: dict[str, Any] = {"all_reduce": self.nccl_all_reduce, "all_reduce_version": "", "other_all_reduces": {}}
+        update: dict[str, Any] = {
+            "all_reduce": self.nccl_all_reduce,
+            "all_reduce_version": "",
+            "other_all_reduces": {},
+        }
         return self.model_copy(update=update)
 
     def _products_of(self, version: str) -> dict[str, Any]:
