@@ -63,7 +63,10 @@ def read_saved_run(folder: Path, profile: str | None) -> Case:
     if not (samples["tpot"] > TICK_S).any():
         del samples["tpot"]
         notes.append("every answer came whole, so that there is no TPOT to compare")
-    observed = Observed(samples=samples, num_pages=meta.get("capacity", {}).get("num_pages"))
+    pages = meta.get("capacity", {}).get(
+        "num_pages"
+    )  # without vLLM's null block, which its own count includes
+    observed = Observed(samples=samples, num_pages=None if pages is None else pages + 1)
     workload = plain_workload(
         folder.name,
         column("sent_s"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from calibration.observed import plain_workload
+from calibration.validate import validate
 from experiments.results import save_run
 from sim.deployment import Deployment, build, simulate
 from sim.metrics import summarise
@@ -31,6 +32,15 @@ def test_within_the_tolerance_it_exits_0_and_writes_both_files(
     assert main(["validate", "--against", str(saved), "--tolerance", "1", "-o", str(out)]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["validation.html", "validation.json"]
     assert "within the tolerance" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recorded_pages", [False, True])
+def test_a_run_of_its_own_has_the_pages_that_are_predicted(saved: Path, recorded_pages: bool) -> None:
+    """Both counts are vLLM's `num_gpu_blocks`, which has the null block that no request may have."""
+    found = validate(None, saved, recorded_pages=recorded_pages).pages
+    assert found is not None
+    usable = build(ENGINE).limits.num_pages
+    assert (found.predicted, found.recorded, found.used) == (usable + 1,) * 3
 
 
 def test_over_the_tolerance_it_exits_1(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
