@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.explore_space import Point, read_object
@@ -24,24 +24,35 @@ def certainty_notes(points: Sequence[Point], limits_ms: Mapping[str, float]) -> 
                 f"Not certain at {_where(doubtful, done)}: the 95% interval of {_label(name)} contains the sweep's "
                 f"limit of {limit_ms:g} ms."
             )
-    unmeasured: dict[str, dict[int, str]] = {}
+    unmeasured: dict[int, list[str]] = {}
     thin: dict[str, list[int]] = {}
     for number, point in done.items():
         for result in _results(point):
-            for words in result.get("sim_extrapolations") or ():
-                what = _SHARE.sub("", words)
-                alike = re.sub(r"\d+( to \d+)?", "0", what)
-                unmeasured.setdefault(alike, {}).setdefault(number, what)
+            unmeasured.setdefault(number, []).extend(result.get("sim_extrapolations") or ())
             for name, few in (result.get("sim_thin_percentiles") or {}).items():
                 if name in limits_ms:
                     words = ThinPercentile(name, few["samples"], few["needed"]).words
                     thin.setdefault(words, []).append(number)
-    for found in unmeasured.values():
+    lines += unmeasured_notes(unmeasured, done)
+    return [*lines, *(f"At {_where(found, done)}, {words}." for words, found in thin.items())]
+
+
+def unmeasured_notes(
+    words_of: Mapping[int, Iterable[str]], every: Collection[int], plural: str = "points"
+) -> list[str]:
+    """A sentence for each thing that was not measured, by number of the points that extrapolate it."""
+    by_kind: dict[str, dict[int, str]] = {}
+    for number, lines in words_of.items():
+        for words in lines:
+            what = _SHARE.sub("", words)
+            by_kind.setdefault(re.sub(r"\d+( to \d+)?", "0", what), {}).setdefault(number, what)
+    out = []
+    for found in by_kind.values():
         (number, what), *others = found.items()
         differ = any(other != what for _, other in others)
         at_first = f" (#{number}; alike at the others)" if differ else ""
-        lines.append(f"Not measured at {_where(found, done)}: {what}{at_first}.")
-    return [*lines, *(f"At {_where(found, done)}, {words}." for words, found in thin.items())]
+        out.append(f"Not measured at {_where(found, every, plural)}: {what}{at_first}.")
+    return out
 
 
 def _results(point: Point) -> Iterator[Mapping[str, Any]]:
@@ -51,11 +62,11 @@ def _results(point: Point) -> Iterator[Mapping[str, Any]]:
             yield read_object(path)
 
 
-def _where(found: Iterable[int], every: Mapping[int, Point]) -> str:
+def _where(found: Iterable[int], every: Collection[int], plural: str = "points") -> str:
     """`all 8 points`, or `#1, #2 and 3 more`."""
     numbers = list(dict.fromkeys(found))
     if len(numbers) == len(every) > 1:
-        return f"all {len(numbers)} points"
+        return f"all {len(numbers)} {plural}"
     shown = [f"#{number}" for number in numbers[:_LISTED]]
     more = len(numbers) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

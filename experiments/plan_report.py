@@ -12,6 +12,7 @@ from typing import Any
 from experiments.capacity import unit
 from experiments.capacity_trial import in_ms
 from experiments.plan import Fleet, Plan, front_point, label
+from sim.hull import after_run
 
 WIDTH = 80
 SCHEMA = "tokentwin-plan/1"
@@ -290,6 +291,7 @@ def _fleet_json(plan: Plan, fleet: Fleet) -> dict[str, Any]:
         "num_requests": fleet.trial.num_requests,
         "on_pareto_front": fleet.on_front,
         "doubtful": list(fleet.doubtful(plan.promises)),
+        "not_measured": [line.words for line in after_run(fleet.built, fleet.record)],
     }
 
 

@@ -180,6 +180,24 @@ def test_a_plan_of_another_version_is_one_line(tmp_path: Path) -> None:
         load_space(tmp_path)
 
 
+def test_what_a_plan_extrapolates_is_on_its_page(tmp_path: Path) -> None:
+    path = make_plan(tmp_path) / "plan.json"
+    assert not [note for note in load_space(path).notes if note.startswith("Not measured")]
+    plan = json.loads(path.read_text())
+    plan["fleets"][0]["not_measured"] = [
+        "decode: batch 1 to 300 outside the measured 1 to 256 (in 2% of steps)"
+    ]
+    plan["fleets"][1]["not_measured"] = [
+        "decode: batch 1 to 400 outside the measured 1 to 256 (in 5% of steps)",
+        "lm_head (gemm: n 151936 outside the measured 128 to 65536)",
+    ]
+    path.write_text(json.dumps(plan))
+    assert [note for note in load_space(path).notes if note.startswith("Not measured")] == [
+        "Not measured at all 2 fleets: decode: batch 1 to 300 outside the measured 1 to 256 (#1; alike at the others).",
+        "Not measured at #2: lm_head (gemm: n 151936 outside the measured 128 to 65536).",
+    ]
+
+
 def test_what_a_plan_is_not_certain_of_is_on_its_page(tmp_path: Path) -> None:
     found = load_space(make_plan(tmp_path))
     assert found.notes == (

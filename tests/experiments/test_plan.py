@@ -289,6 +289,7 @@ def check_click_through(folder: Path, fleets: list[dict[str, Any]]) -> None:
         result = json.loads((folder / href).with_name("result.json").read_text())
         assert result["p95_ttft_ms"] == pytest.approx(fleet["p95_ttft_ms"])
         assert result["sim_meets_slos"]
+        assert fleet["not_measured"] == result["sim_extrapolations"]
 
 
 def test_the_command_fits_the_terminal_and_writes_reports(
