@@ -97,6 +97,24 @@ def test_a_run_and_its_twin_leave_the_same_files(tokentwin: Command, tmp_path: P
     assert "Mean TTFT" in answer.out
 
 
+def test_answers_cut_at_the_longest_sequence_are_told_as_the_twin_tells_them(
+    tokentwin: Command, tmp_path: Path, model: Path
+) -> None:
+    """Prompts have 52 tokens, so that 2 of 5 fit."""
+    traffic = options(TRAFFIC | {"num_prompts": 2})
+    same = ("--model", model, *LIMITS, *traffic, "--max-model-len", 54)
+    for command, how in (
+        ("run", ("--device", "cpu", "--dtype", "float32")),
+        ("simulate", ("--replications", 1)),
+    ):
+        answer = tokentwin(command, *same, *how, "-o", tmp_path / command)
+        assert answer.code == 0, answer.err
+        saved = load_run(tmp_path / command)
+        assert saved.requests().column("output_tokens").to_pylist() == [2, 2]
+        told = "2 of 2 requests ask for more than fits max_model_len 54, and their answers end there"
+        assert told in saved.run["warnings"]
+
+
 def test_what_is_warmed_up_is_not_recorded() -> None:
     record, workload = run_here(TRAFFIC, warmup=2)
     assert len(record.requests) == len(workload) == 10

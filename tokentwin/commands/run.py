@@ -21,7 +21,7 @@ from serving.errors import UsageError
 from serving.policies import CHUNKING, load_policy
 from sim.certainty import Certainty
 from sim.deployment import Deployment
-from sim.deployment_limits import fitting_seqs, idle_options, policy_options
+from sim.deployment_limits import cut_answers, fitting_seqs, idle_options, policy_options
 from sim.fleet.build import FLEET_FIELDS
 from sim.metrics import summarise
 from sim.samples import thin_percentiles
@@ -234,8 +234,9 @@ def run_plan(
             )
     finally:
         engine.stop()
-    idle = idle_options(plan.deployment, plan.workload)
-    record = replace(record, meta={**facts, **samples}, warnings=(*idle, *record.warnings))
+    longest = engine.config.max_model_len
+    warned = (*idle_options(plan.deployment, plan.workload), *cut_answers(plan.workload, longest))
+    record = replace(record, meta={**facts, **samples}, warnings=(*warned, *record.warnings))
     if (work := engine_work(record)) is not None:
         record.meta[UTILISATION] = utilisation(record, work).json()
     summary = summarise(record, percentiles=plan.percentiles, goodput=plan.goodput, slos=plan.slos)
