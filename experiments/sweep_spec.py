@@ -37,6 +37,10 @@ class Range:
     log: bool = False
     whole: bool = False
 
+    def ends(self) -> tuple[float, float]:
+        """Both, as whole numbers where all of them are."""
+        return (int(self.low), int(self.high)) if self.whole else (self.low, self.high)
+
     def draw(self, rng: np.random.Generator) -> float | int:
         """One of them, uniformly (or uniformly in the logarithm)."""
         if self.log:
@@ -72,6 +76,8 @@ class SweepSpec:
     points: tuple[Params, ...] = ({},)
     search: Search | None = None
     num_runs: int = 1
+    drawn_from: Space = field(default_factory=dict)
+    """Of a random sample."""
 
     def varied(self) -> tuple[str, ...]:
         """Every key that a point may set, in order of first mention."""
@@ -113,7 +119,10 @@ def parse_sweep(content: Any, where: str, name: str | None = None) -> SweepSpec:
     place = f"{where}: {way}"
     if way == "optuna":
         return SweepSpec(name, base, (), _search(what, place), num_runs)
-    points = {"grid": _grid, "points": _records, "random": _random}[way](what, place)
+    if way == "random":
+        points, space = _random(what, place)
+        return SweepSpec(name, base, tuple(points), None, num_runs, space)
+    points = {"grid": _grid, "points": _records}[way](what, place)
     return SweepSpec(name, base, tuple(points), None, num_runs)
 
 
@@ -217,18 +226,19 @@ def _grid(value: Any, where: str) -> list[Params]:
     return [dict(zip(axes, choice, strict=True)) for choice in itertools.product(*axes.values())]
 
 
-def _random(value: Any, where: str) -> list[Params]:
+def _random(value: Any, where: str) -> tuple[list[Params], Space]:
     options = _options(value, where, ("points", "seed", "space"))
     space = _space(options.get("space"), where)
     count, seed = _count(options, "points", where), _count(options, "seed", where, default=0, least=0)
     rng = np.random.default_rng(seed)
-    return [
+    points = [
         {
             key: axis.draw(rng) if isinstance(axis, Range) else axis[int(rng.integers(len(axis)))]
             for key, axis in space.items()
         }
         for _ in range(count)
     ]
+    return points, space
 
 
 def _search(value: Any, where: str) -> Search:

@@ -86,18 +86,14 @@ def _common_problem(asked: SweepSpec) -> str | None:
 
 def _values(asked: SweepSpec) -> Iterator[tuple[int, str, Any]]:
     """Every value that a point may have, with the point's number; of a range, its ends."""
+    for key, axis in (asked.drawn_from if asked.search is None else asked.search.space).items():
+        for value in axis.ends() if isinstance(axis, Range) else axis:
+            if value is not None:
+                yield 0, key, value
     for index, point in enumerate(asked.points):
         for key, value in point.items():
             if key != NAME and value is not None:
                 yield index, key, value
-    for key, axis in asked.search.space.items() if asked.search is not None else ():
-        for value in _ends(axis) if isinstance(axis, Range) else axis:
-            if value is not None:
-                yield 0, key, value
-
-
-def _ends(axis: Range) -> tuple[float, float]:
-    return (int(axis.low), int(axis.high)) if axis.whole else (axis.low, axis.high)
 
 
 def _points(asked: SweepSpec) -> list[Params]:
@@ -106,7 +102,7 @@ def _points(asked: SweepSpec) -> list[Params]:
         return list(asked.points[:: -(-len(asked.points) // TRIED)])
     low, high = {}, {}
     for key, axis in asked.search.space.items():
-        low[key], high[key] = _ends(axis) if isinstance(axis, Range) else (axis[0], axis[-1])
+        low[key], high[key] = axis.ends() if isinstance(axis, Range) else (axis[0], axis[-1])
     return [low, high]
 
 

@@ -47,6 +47,18 @@ BASE = "base: {model: llama-3.2-1b, dataset_name: random, isl: 64, osl: 4, num_p
             "random: {points: 5, space: {osl: {low: -9, high: 0}}}",
             "random.space.osl: must be greater than or",
         ),
+        (  # ends, and values of a list, that none of the points has
+            "random: {points: 1, space: {osl: {low: -1, high: 1000000}}}",
+            "random.space.osl: must be greater than or equal to 1, got '-1'",
+        ),
+        (
+            "random: {points: 1, space: {gpu_memory_utilization: {low: 0.5, high: 1.0001}}}",
+            "random.space.gpu_memory_utilization: must be less than or equal to 1, got '1.0001'",
+        ),
+        (
+            "random: {points: 1, space: {gpu: [h200, h200, h200, h200, h200, h200, h1000]}}",
+            "random.space.gpu: 'h1000' is not a shipped profile; did you mean 'h100'",
+        ),
         ("grid: {priority: [1, 2]}", "no point can run: --priority has no effect"),
         ("grid: {tp: [3]}", "no point can run: --tensor-parallel-size 3 does not divide llama-3.2-1b"),
     ],

@@ -177,18 +177,11 @@ def check_sweep(asked: SweepSpec, given: Mapping[str, Any], where: str) -> Sweep
     search = asked.search
     if search is not None:
         check_search(search)
-        space: Space = {}
-        for key, axis in search.space.items():
-            ends = (
-                axis
-                if isinstance(axis, list)
-                else [int(x) if axis.whole else x for x in (axis.low, axis.high)]
-            )
-            checked = [next(iter(_point({key: value}, where).items())) for value in ends]
-            name = checked[0][0]
-            space[name] = [value for _, value in checked] if isinstance(axis, list) else axis
-        search = replace(search, space=space)
-    checked_sweep = replace(asked, base=base, points=points, search=search, num_runs=runs)
+        search = replace(search, space=_space(search.space, where))
+    drawn_from = _space(asked.drawn_from, where)
+    checked_sweep = replace(
+        asked, base=base, points=points, search=search, num_runs=runs, drawn_from=drawn_from
+    )
     check_sweep_values(checked_sweep, given, where, BASE_FLAGS)
     return checked_sweep
 
@@ -216,6 +209,17 @@ def _checked(params: Mapping[str, Any], where: str, point: int | None = None) ->
         except UsageError as error:
             problem = str(error).removeprefix(f"{where}: ")
             raise UsageError(placed(where, flag.name, BASE_FLAGS, problem, point)) from None
+
+
+def _space(space: Space, where: str) -> Space:
+    """A space by full names of flags, with their types."""
+    out: Space = {}
+    for key, axis in space.items():
+        ends = axis if isinstance(axis, list) else axis.ends()
+        checked = [next(iter(_point({key: value}, where).items())) for value in ends]
+        name = checked[0][0]
+        out[name] = [value for _, value in checked] if isinstance(axis, list) else axis
+    return out
 
 
 def _point(params: Params, where: str, number: int = 0) -> Params:
