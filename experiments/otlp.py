@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from experiments.source_date import source_date_s
 from experiments.spans import Span, Value
 from serving.errors import TokenTwinError, UsageError
 
@@ -39,10 +40,10 @@ def resource_attributes(version: str, **facts: Value) -> dict[str, Value]:
 def origin_ns(end_s: float) -> int:
     """Unix time at which a run's clock is taken to be 0: SOURCE_DATE_EPOCH, or so that the run has just ended.
 
-    Spans in the future are refused by many stores.
+    Spans in the future are refused by many stores. Raises UsageError as `source_date_s`.
     """
-    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return int(epoch) * 10**9 if epoch.isdigit() else time.time_ns() - round(end_s * 1e9)
+    epoch_s = source_date_s()
+    return time.time_ns() - round(end_s * 1e9) if epoch_s is None else epoch_s * 10**9
 
 
 # ---- a file ------------------------------------------------------------------------------------------------

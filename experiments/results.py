@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -24,6 +23,7 @@ from experiments.certainty import certainty_json, interval_keys
 from experiments.drafts import draft_json
 from experiments.fleet_report import fleet_json
 from experiments.observed import observed_json
+from experiments.source_date import source_date_s
 from serving.errors import UsageError
 from sim.latency import LatencyStats, latencies, stage_times
 from sim.meta import meta_value
@@ -105,7 +105,7 @@ def result_json(
         "num_prompts": summary.sent,
     }
     traffic = {
-        "request_rate": _request_rate(record),
+        "request_rate": request_rate(record),
         "burstiness": fact("burstiness", 1.0),
         "max_concurrency": fact("max_concurrency"),
     }
@@ -305,16 +305,16 @@ def _write_parquet(columns: Mapping[str, np.ndarray[Any, Any]], path: Path) -> N
 
 
 def result_date(date: datetime | str | None = None) -> str:
-    """The date of a result: as given, else SOURCE_DATE_EPOCH in UTC, else now."""
+    """The date of a result: as given, else SOURCE_DATE_EPOCH in UTC, else now. Raises UsageError as `source_date_s`."""
     if isinstance(date, str):
         return date
     if date is None:
-        epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-        date = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdigit() else datetime.now()
+        epoch_s = source_date_s()
+        date = datetime.now() if epoch_s is None else datetime.fromtimestamp(epoch_s, UTC)
     return date.strftime("%Y%m%d-%H%M%S")
 
 
-def _request_rate(record: RunRecord) -> float | str:
+def request_rate(record: RunRecord) -> float | str:
     """The configured rate, else the offered one; "inf" for a closed loop, or when all was sent at once."""
     rate = meta_value(record, "request_rate")
     if rate is None:

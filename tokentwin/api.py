@@ -90,15 +90,43 @@ def simulate(
     Raises `UsageError` for names, values and combinations that cannot be. An interrupt returns the partial run.
     """
     given = resolve(flags, KNOWN, "simulate()")
-    if isinstance(workload, str | Path):
-        workload = read_workload_file(workload)
+    check_deployment(deployment, "simulate()")
+    traffic = given_workload(workload, (Workload, WorkloadSpec), "simulate()")
     given.setdefault("replications", 1)
-    job = make_job(given, deployment=deployment, workload=workload)
+    job = make_job(given, deployment=deployment, workload=traffic)
     with progress_bar(silent=not progress or not sys.stderr.isatty()) as bar:
         run = run_job(job, label=label, progress=bar)
     if job.strict:
         check_strict(run.certainty.extrapolations)
     return run
+
+
+def given_workload(workload: object, kinds: tuple[type[Any], ...], where: str) -> Any:
+    """A workload of one of `kinds`, that of the file at a path, or None. Raises UsageError that begins with `where`."""
+    if isinstance(workload, str | Path):
+        return read_workload_file(workload)
+    if workload is None or isinstance(workload, kinds):
+        return workload
+    names = ", ".join(f"a {kind.__name__}" for kind in kinds)
+    raise UsageError(
+        f"{where}: workload must be the path of a workload file or {names}, got {_kind(workload)}; flags such as "
+        "dataset_name and request_rate do without one"
+    )
+
+
+def check_deployment(deployment: object, where: str) -> None:
+    """Raises UsageError, beginning with `where`, for what is neither a Deployment nor None."""
+    if deployment is not None and not isinstance(deployment, Deployment):
+        raise UsageError(
+            f"{where}: deployment must be a Deployment, such as Deployment(model='llama-3.1-8b', gpu='h200'), got "
+            f"{_kind(deployment)}"
+        )
+
+
+def _kind(value: object) -> str:
+    """`3 (int)`."""
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:39] + '…'} ({type(value).__name__})"
 
 
 def resolve(flags: Mapping[str, Any], known: Mapping[str, Flag], where: str) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from experiments.sweep_spec import SweepSpec, parse_sweep, read_sweep
 from serving.errors import UsageError
 from sim.deployment import Deployment
 from sim.hull import check_strict
-from sim.workload import WorkloadSpec, read_workload_file
-from tokentwin.api import OF_THE_SHELL, resolve, takes_flags
+from sim.workload import WorkloadSpec
+from tokentwin.api import OF_THE_SHELL, check_deployment, given_workload, resolve, takes_flags
 from tokentwin.commands import capacity as capacity_command
 from tokentwin.commands import plan as plan_command
 from tokentwin.commands import sweep as sweep_command
@@ -64,10 +64,10 @@ def capacity(
     survives is no error: see `infeasible` of the result.
     """
     given = resolve(flags, CAPACITY, "capacity()")
-    if isinstance(workload, str | Path):
-        workload = read_workload_file(workload)
+    check_deployment(deployment, "capacity()")
+    traffic = given_workload(workload, (WorkloadSpec,), "capacity()")
     answer = capacity_command.answer_capacity(
-        given, deployment=deployment, workload=workload, told=_say if progress else None
+        given, deployment=deployment, workload=traffic, told=_say if progress else None
     )
     if given.get("strict"):
         check_strict(answer.extrapolations)
@@ -89,6 +89,7 @@ def plan(
     Raises `UsageError` for what cannot be. No fleet that keeps the promises is no error: `winner` is then None.
     """
     given = resolve(flags, PLAN, "plan()")
+    check_deployment(deployment, "plan()")
     if deployment is not None:
         base = deployment.model_dump(exclude_unset=True)
         for name in plan_command.NOT_HERE:

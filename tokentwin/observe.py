@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.source_date import source_date_s
 from serving.errors import UsageError
 from sim.record import RunRecord
 from tokentwin.provenance import VERSION
@@ -43,6 +44,8 @@ class Observers:
             )
         if ratio is not None and not 0 < ratio <= 1:
             raise UsageError(f"--otlp-traces-sample-ratio must lie above 0 and up to 1, got {ratio:g}")
+        if file is not None or endpoint is not None:
+            source_date_s()  # spans begin there
         if file is not None:
             from experiments.otlp import check_otlp_file
 

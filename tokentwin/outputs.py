@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments.results import METRICS, metadata_pairs, result_date, result_json, save_result
+from experiments.results import (
+    METRICS,
+    metadata_pairs,
+    request_rate,
+    result_date,
+    result_json,
+    save_result,
+)
+from experiments.source_date import source_date_s
 from serving.errors import UsageError, nearest
 from sim.certainty import Certainty
 from sim.metrics import Summary
@@ -123,6 +131,7 @@ class Outputs:
 
 def check_folder(folder: Path, option: str = "-o", *, file: Path | None = None) -> None:
     """Make a folder, or that of a file; fails now rather than when there is something to write. Raises UsageError."""
+    source_date_s()  # what is written may bear it
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -154,18 +163,29 @@ def _metrics(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _file_name(run: Finished, label: str | None, date: str) -> str:
-    """`vllm bench serve`'s: label or backend, rate, concurrency, model and date."""
+    """`vllm bench serve`'s: label or backend, rate or ramp, concurrency, model and date; "trace" for its own times."""
     meta = run.record.meta
     rate = meta.get("request_rate")
+    if rate is None:
+        rate = "inf" if request_rate(run.record) == "inf" else "trace"
     limit = meta.get("max_concurrency")
     parts = [
         label or meta.get("backend") or "sim",
-        f"{rate if rate is not None else 'trace'}qps",
+        _ramp(meta) or f"{rate}qps",
         *([f"concurrency{limit}"] if limit is not None else []),
         str(meta["model_id"]).rsplit("/", 1)[-1],
         date,
     ]
     return "-".join(parts).replace("/", "-") + ".json"
+
+
+def _ramp(meta: Mapping[str, Any]) -> str:
+    """`ramp-up-linear-1qps-10qps` where the rate rises, of the only tenant."""
+    tenants: Sequence[Any] = ((meta.get("workload") or {}).get("spec") or {}).get("tenants") or ()
+    arrivals = tenants[0].get("arrivals") or {} if len(tenants) == 1 else {}
+    if not (how := arrivals.get("ramp_up_strategy")):
+        return ""
+    return f"ramp-up-{how}-{arrivals['ramp_up_start_rps']:g}qps-{arrivals['ramp_up_end_rps']:g}qps"
 
 
 def _option(name: str) -> str:

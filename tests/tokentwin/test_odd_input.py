@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,61 @@ def test_a_label_is_no_folder(tokentwin: Command, tmp_path: Path) -> None:
     one = ("--replications", "1", "--save-result", "--result-dir", tmp_path, "--label", "a/b")
     assert tokentwin("simulate", *SMALL, *one).code == 0
     assert [path.name.startswith("a-b-8.0qps-llama-3.1-8b-") for path in tmp_path.iterdir()] == [True]
+
+
+@pytest.mark.parametrize("function", [tt.simulate, tt.capacity])
+@pytest.mark.parametrize("given", [3, {"tenants": []}, ["a.yaml"]])
+def test_what_is_no_workload_or_deployment_is_one_line(
+    function: Callable[..., object], given: object
+) -> None:
+    """Only paths, and objects of the right kind, stand in for flags."""
+    name = f"{function.__name__}()"
+    with pytest.raises(UsageError) as found:
+        function(given, model="llama-3.1-8b", slo="chat")
+    assert str(found.value).startswith(f"{name}: workload must be the path of a workload file or a Workload")
+    with pytest.raises(UsageError) as found:
+        function(deployment=given, dataset_name="random", slo="chat")
+    assert str(found.value).startswith(f"{name}: deployment must be a Deployment, ")
+    assert f"got {given!r} ({type(given).__name__})" in str(found.value)
+
+
+def test_a_plan_of_what_is_no_deployment_is_one_line() -> None:
+    with pytest.raises(UsageError, match=r"plan\(\): deployment must be a Deployment.*got 'h200' \(str\)"):
+        tt.plan(deployment="h200", dataset_name="random", request_rate=5, slo="chat")
+
+
+@pytest.mark.parametrize("text", ["abc", "-1", "1.5", "²", "9" * 30])
+@pytest.mark.parametrize("where", [("-o", "out"), ("--save-result",), ("--otlp-file", "a.jsonl")])
+def test_a_source_date_that_is_no_number_is_refused_before_anything_runs(
+    tokentwin: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, where: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", text)
+    answer = tokentwin("simulate", *SMALL, *where)
+    assert answer.code == 2
+    assert answer.error.startswith(f"error: SOURCE_DATE_EPOCH={text} is not a number of seconds since 1970")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("traffic", "rate"),
+    [
+        ((), "inf"),
+        (("--request-rate", "inf"), "inf"),
+        (("--max-concurrency", "4"), "inf"),
+        (("--request-rate", "8"), "8.0"),
+        (("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "2", "--ramp-up-end-rps", "9.5"), None),
+        (("--rate-points", "0:3,10:9"), "trace"),
+    ],
+)
+def test_the_file_of_a_result_is_named_as_vllm_names_it(
+    tokentwin: Command, tmp_path: Path, traffic: tuple[str, ...], rate: str | None
+) -> None:
+    """`{label}-{rate}qps…`, where the rate of all at once is inf, or `{label}-ramp-up-{how}-{from}qps-{to}qps…`."""
+    deployed = ("--model", "llama-3.1-8b", "--gpu", "h200", "--dataset-name", "random", "--num-prompts", "9")
+    where = ("--save-result", "--result-dir", tmp_path, "--date", "d", "--replications", "1")
+    answer = tokentwin("simulate", *deployed, *traffic, *where)
+    assert answer.code == 0, answer.err
+    head = "sim-ramp-up-linear-2qps-9.5qps" if rate is None else f"sim-{rate}qps"
+    busy = "-concurrency4" if "--max-concurrency" in traffic else ""
+    assert [path.name for path in tmp_path.iterdir()] == [f"{head}{busy}-llama-3.1-8b-d.json"]
