@@ -19,10 +19,13 @@ from calibration.observed import Case
 from calibration.runs_saved import is_bench_json, is_saved_run, read_bench, read_saved_run
 from calibration.validate import memory_of, replay, twin_samples
 from costmodel.memory import default_limits
+from costmodel.pipeline import PipelinePricer
 from costmodel.pricer import StepPricer
 from costmodel.profile import DeviceProfile, KernelFit
 from serving.errors import UsageError
 from sim.deployment import Deployment
+from sim.lockstep_build import sharing_replicas
+from sim.pipeline_build import make_pricer, of_engine
 from sim.record import Floats
 
 PHASES = ("prefill", "decode", "host")
@@ -194,18 +197,9 @@ def _figures(case: Case, profile: DeviceProfile, pages: int) -> tuple[Figure, ..
     tokens, seqs = default_limits(profile)
     tokens, seqs = d.max_num_batched_tokens or tokens, d.max_num_seqs or seqs
 
-    def reprice(old: StepPricer) -> StepPricer:
-        return StepPricer(
-            old.model,
-            profile,
-            tensor_parallel_size=d.tensor_parallel_size,
-            dtype=d.dtype,
-            quantization=d.quantization,
-            kv_cache_dtype=d.kv_cache_dtype,
-            max_num_batched_tokens=tokens,
-            max_num_seqs=seqs,
-            cuda_graphs=not d.enforce_eager,
-        )
+    def reprice(old: StepPricer) -> StepPricer | PipelinePricer:
+        chosen, _ = of_engine(d, profile, sharing_replicas(d, old.model))
+        return make_pricer(d, old.model, chosen, max_num_batched_tokens=tokens, max_num_seqs=seqs)
 
     record, _ = replay(case, pages, reprice)
     twin = twin_samples(record, at_engine=case.at_engine)

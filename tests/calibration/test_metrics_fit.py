@@ -49,6 +49,20 @@ def test_nothing_moves_where_the_profile_is_right(run: Path) -> None:
     assert all(found.factors[phase] == pytest.approx(1.0, abs=0.02) for phase in PHASES)
 
 
+@pytest.mark.parametrize(
+    "options", ["--gpu rtxpro6000 --engine-version 0.19", "--gpu h200 --pp 2"], ids=["version", "pipeline"]
+)
+def test_a_run_is_priced_as_it_was_served(options: str, tmp_path: Path) -> None:
+    """By the products of its engine's version, or in stages: the profile it was made with is right for it."""
+    traffic = "--dataset-name random --random-input-len 900 --random-output-len 20 --num-prompts 40 --request-rate 20"
+    words = f"simulate --model llama-3.1-8b {options} {traffic} --replications 1 --disable-tqdm -o"
+    assert main([*words.split(), str(tmp_path / "run")]) == 0
+    gpu = options.split()[1]
+    found = refit(read_case(tmp_path / "run", gpu, None), load_profile(gpu))
+    assert all(abs(figure.error) < 1e-3 for figure in found.before)
+    assert all(found.factors[phase] == pytest.approx(1.0, abs=0.01) for phase in PHASES)
+
+
 def test_kernel_shapes_are_kept(run: Path) -> None:
     """Within a phase every price moves by the same factor."""
     model, before = load_model("llama-3.1-8b"), load_profile("h200")
