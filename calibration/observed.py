@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.engine_version import is_version
-from costmodel.formats import gemm_format
 from costmodel.profile import load_profile
 from serving.errors import UsageError
 from sim.deployment import Deployment
-from sim.pipeline_build import reducing
+from sim.pipeline_build import product_formats, reducing
 from sim.record import Floats
 from sim.workload.types import ClosedLoop, Workload
 
@@ -63,9 +62,9 @@ def graphs_in_budget(version: tuple[int, ...]) -> bool:
 
 def with_engine(deployment: Deployment, version: str) -> Deployment:
     """The deployment with its engine's version, where anything is priced by that."""
-    products = gemm_format(deployment.dtype, deployment.quantization).name
+    profile = load_profile(deployment.gpu)
     if is_version(version) and (
-        reducing(deployment) > 1 or load_profile(deployment.gpu).versioned_gemm(products) is not None
+        reducing(deployment) > 1 or any(map(profile.versioned_gemm, product_formats(deployment)))
     ):
         return deployment.model_copy(update={"engine_version": version})
     return deployment

@@ -12,6 +12,7 @@ from costmodel.pipeline import UNVALIDATED, PipelinePricer, layers_per_stage
 from costmodel.pricer import StepPricer
 from costmodel.profile import DeviceProfile
 from serving.errors import UsageError
+from serving.speculative_config import parse_speculative_config
 from sim.lockstep_build import check_sharing, sharing_replicas
 
 if TYPE_CHECKING:
@@ -89,12 +90,13 @@ def of_engine(d: Deployment, profile: DeviceProfile, sharing: int = 1) -> tuple[
     instead = sharing > 1 and profile.expert_exchange is None and profile.all_reduce is not None
     num_gpus = sharing if reducing(d) == 1 and instead else reducing(d)
     reduces = num_gpus > 1 and bool(profile.other_all_reduces)
-    if not reduces and profile.versioned_gemm(_products(d)) is None:
+    formats = product_formats(d)
+    if not reduces and not any(map(profile.versioned_gemm, formats)):
         if num_gpus == 1:
             of_one = "products of one version only, and one GPU a replica has no all-reduces"
         else:
             of_one = "products and all-reduces of one version only"
-        return profile, [*warnings, f"{option} has no effect: {profile.name} has {_products(d)} {of_one}"]
+        return profile, [*warnings, f"{option} has no effect: {profile.name} has {formats[0]} {of_one}"]
     chosen = profile.for_engine(version, num_gpus)
     if reduces and is_newer(chosen.all_reduce_version, version):
         warnings.append(
@@ -123,15 +125,18 @@ def of_version(built: Built) -> dict[str, str]:
     products = dict.fromkeys(
         f"of engines {_engines(b.profile)}: {fit.source}"
         for b in versioned
-        if (fit := b.profile.versioned_gemm(_products(b.deployment)))
+        for fit in map(b.profile.versioned_gemm, product_formats(b.deployment))
+        if fit
     )
     found = {"products": "; ".join(products), "all_reduce": "; ".join(reduces)}
     return {name: sources for name, sources in found.items() if sources}
 
 
-def _products(d: Deployment) -> str:
-    """Number format of the products of a deployment's layers."""
-    return gemm_format(d.dtype, d.quantization).name
+def product_formats(d: Deployment) -> list[str]:
+    """Number formats of a deployment's products: its layers', and those of a draft model of its own, which has 16 bit."""
+    drafting = None if d.speculative_config is None else parse_speculative_config(d.speculative_config)
+    drafted = drafting is not None and drafting.method == "draft_model"
+    return [gemm_format(d.dtype, weights).name for weights in (d.quantization, *([None] if drafted else []))]
 
 
 def _engines(profile: DeviceProfile) -> str:

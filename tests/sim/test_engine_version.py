@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,10 @@ def test_products_that_no_version_changes_are_not_named() -> None:
     assert set(of_version(build(two(engine_version="0.19", quantization="fp8")))) == {"all_reduce"}
     alone = two(engine_version="0.19", quantization="fp8", tensor_parallel_size=1)
     assert build(alone).profile is load_profile("rtxpro6000")
+    draft = {"method": "draft_model", "model": "qwen3-0.6b", "num_speculative_tokens": 2, "acceptance": 0.7}
+    drafting = build(alone.model_copy(update={"speculative_config": json.dumps(draft)}))
+    assert set(of_version(drafting)) == {"products"}, "the draft is in 16 bit"
+    assert not any("has no effect" in warning for warning in drafting.warnings)
 
 
 def test_a_profile_with_three_libraries_names_the_engines_of_each() -> None:
