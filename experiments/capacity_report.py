@@ -138,6 +138,8 @@ def _alone(found: Capacity) -> list[str]:
 def _short(outcome: Outcome) -> str:
     if outcome.name == "slo_attainment":
         return f"{outcome.value:.1%} of requests good ({outcome.limit:.0%} asked for)"
+    if math.isnan(outcome.value):
+        return f"{outcome.label} cannot be judged, because no answer has one"
     return f"{outcome.label} {in_ms(outcome.value)} of {in_ms(outcome.limit)}"
 
 
@@ -180,7 +182,7 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
                 "value": _strict(o.value if o.name == "slo_attainment" else o.value * 1000),
                 "limit": o.limit if o.name == "slo_attainment" else o.limit * 1000,
                 "unit": "share" if o.name == "slo_attainment" else "ms",
-                "kept": o.kept,
+                "kept": None if math.isnan(o.value) else o.kept,
             }
             for o in trial.outcomes
         },

@@ -82,7 +82,8 @@ class Outcome:
     """As typed, such as "p95_ttft", or "slo_attainment"."""
     label: str
     value: float
-    """Seconds, or the share of good requests; infinite where too many requests were refused."""
+    """Seconds, or the share of good requests; infinite where too many requests were refused, NaN where no request has
+    it, as TPOT where answers have one token: then it is neither kept nor broken."""
     limit: float
     ratio: float
     """How much of the limit is used: kept up to 1. Of goodput, the quantile of each request's worst share of a limit."""
@@ -158,9 +159,9 @@ def words(outcome: Outcome) -> str:
 
 
 def in_ms(value_s: float) -> str:
-    """Such as "4.989 ms" or "24,140 ms"."""
+    """Such as "4.989 ms" or "24,140 ms"; "none" of NaN."""
     if not math.isfinite(value_s):
-        return "infinite"
+        return "none" if math.isnan(value_s) else "infinite"
     value = value_s * 1000
     return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
 

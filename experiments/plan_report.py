@@ -266,7 +266,7 @@ def plan_json(plan: Plan, provenance: dict[str, Any] | None = None) -> dict[str,
 
 def _fleet_json(plan: Plan, fleet: Fleet) -> dict[str, Any]:
     s = fleet.summary
-    p95 = {f"p95_{m}_ms": _p95_ms(fleet, m) for m in ("ttft", "tpot", "e2el")}
+    p95 = {f"p95_{m}_ms": _finite(_p95_ms(fleet, m)) for m in ("ttft", "tpot", "e2el")}
     ends = {f"{name}_ms_ci95": [low * 1000, high * 1000] for name, (low, high) in fleet.intervals.items()}
     return {
         "label": label(fleet.candidate.deployment),
@@ -303,9 +303,10 @@ def _table(plan: Plan) -> list[str]:
         first, *more = textwrap.wrap(_name(fleet), 28, break_on_hyphens=False) or [""]
         room = fleet.headroom(plan.load)
         _, ttft_s, tpot_s, _ = front_point(fleet)
+        tpot = f"{tpot_s * 1000:.1f}" if fleet.summary.streams else "-"
         lines.append(
             f"{'*' if fleet.on_front else ' ':2}{fleet.gpus:>5} {first:<28}{fleet.usd_per_month:>9,.0f}"
-            f"{fleet.usd_per_million_tokens:>7.2f}{ttft_s * 1000:>7.0f}{tpot_s * 1000:>6.1f}"
+            f"{fleet.usd_per_million_tokens:>7.2f}{ttft_s * 1000:>7.0f}{tpot:>6}"
             f"{fleet.joules_per_token:>7.2f}{'-' if room is None else f'{room:+.0%}':>6}"
         )
         lines += [f"{'':8}{part}" for part in more]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from experiments.capacity import find_capacity
 from experiments.capacity_lengths import DRAWN, FULL, LONE, LONGEST, SHORT, Lengths
+from experiments.capacity_report import capacity_json, capacity_lines
 from experiments.capacity_traffic import make_traffic
 from experiments.capacity_trial import Promises
+from experiments.plan_report import plan_json, plan_lines
 from sim.deployment import Deployment, build, simulate
 from sim.slo import parse_slo
 from sim.workload import Workload, load_workload
 from sim.workload.flags import spec_from_flags
 from tests.tokentwin.shell import Command, caller
+from tokentwin import plan
 
 RANDOM = {"dataset_name": "random", "input_len": 64, "num_prompts": 20}
 COMMAND = ("--model", "llama-3.2-1b", "--dataset-name", "random", "--isl", "64")
@@ -60,8 +65,11 @@ def test_the_answer_rests_on_a_run_of_that_length_and_progress_is_told() -> None
     )
     assert found.at is not None
     assert found.beyond is not None
-    assert {trial.num_requests for trial in found.trials} <= {SHORT // 8, SHORT // 2, FULL // 8, FULL // 4}
-    assert found.at.num_requests in (FULL // 8, FULL // 4)  # twice as many where the drift test cannot tell
+    # Twice as many, and twice again, where the drift test cannot tell.
+    whole = {FULL // 8 * 2**doubled for doubled in range(5)}
+    assert max(whole) == LONGEST // 8
+    assert {trial.num_requests for trial in found.trials} <= {SHORT // 8, SHORT // 2, *whole}
+    assert found.at.num_requests in whole
     assert found.at.sustained
     assert not found.beyond.sustained
     assert any("of 512 requests" in words for words in told)
@@ -88,3 +96,21 @@ def test_a_pace_is_no_promise_for_what_comes_whole(
     assert answer.code == 2
     assert said in answer.error
     assert "limit on E2EL instead" in answer.error
+
+
+def test_of_answers_of_one_token_the_limit_on_tpot_is_neither_kept_nor_broken() -> None:
+    flags = {"model": "llama-3.2-1b", "dataset_name": "random", "isl": 64, "osl": 1, "num_prompts": 64}
+    found = plan(
+        **flags, slo="chat", replications=1, request_rate=20, price={"h200": 3}, tp_sizes=[1], top=1
+    ).answer.plan
+    assert " nan" not in "\n".join(plan_lines(found))
+    (fleet,) = json.loads(json.dumps(plan_json(found), allow_nan=False))["fleets"]
+    assert fleet["p95_tpot_ms"] is None
+    assert fleet["p95_ttft_ms"] == fleet["p95_e2el_ms"]
+    assert found.winner is not None
+    assert found.winner.capacity is not None
+    said = " ".join(" ".join(capacity_lines(found.winner.capacity, found.winner.built)).split())
+    assert "P95 TPOT cannot be judged, because no answer has one" in said
+    assert "infinite" not in said
+    promises = capacity_json(found.winner.capacity, found.winner.built)["at_capacity"]["promises"]
+    assert (promises["p95_ttft"]["kept"], promises["p95_tpot"]["kept"]) == (True, None)
