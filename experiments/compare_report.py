@@ -38,7 +38,9 @@ def verdict_words(variant: Variant) -> str:
     """In a sentence: how many figures gain and lose."""
     counts = {effect: len(variant.having(effect)) for effect in (GAIN, LOSS, SAME)}
     if not counts[GAIN] and not counts[LOSS]:
-        return f"No difference in any of {counts[SAME]} figures."
+        told = f"No difference in any of {counts[SAME]} figures"
+        changed = [c for c in variant.having(SAME) if c.metric.text(c.base) != c.metric.text(c.variant)]
+        return f"{told} is certain: every interval of one holds 0." if changed else f"{told}."
     return f"{counts[GAIN]} gains, {counts[LOSS]} losses, {counts[SAME]} without a difference."
 
 

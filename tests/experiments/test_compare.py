@@ -22,7 +22,7 @@ from experiments.compare import (
     Variant,
     compare_deployments,
 )
-from experiments.compare_report import comparison_json, comparison_lines, comparison_page
+from experiments.compare_report import comparison_json, comparison_lines, comparison_page, verdict_words
 from experiments.compare_saved import FEWEST, bootstrap, compare_saved
 from experiments.results import save_run
 from serving.errors import UsageError
@@ -232,3 +232,14 @@ def test_long_values_and_nested_options_stay_within_80_columns() -> None:
 def test_a_variant_without_changes_has_a_table() -> None:
     nothing = Variant("x", (), {})
     assert comparison_lines(Comparison("a", (nothing,), "method"))
+
+
+def test_differences_that_intervals_do_not_tell_apart_are_not_called_none() -> None:
+    metric = Metric.of("p95_ttft")
+    unsure = Variant("b", (Change(metric, 1.0, 1.2, -0.1, 0.5),), {})
+    equal = Variant("b", (Change(metric, 1.0, 1.0, -0.1, 0.1),), {})
+    assert (
+        verdict_words(unsure)
+        == "No difference in any of 1 figures is certain: every interval of one holds 0."
+    )
+    assert verdict_words(equal) == "No difference in any of 1 figures."
