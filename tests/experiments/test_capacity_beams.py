@@ -61,7 +61,7 @@ def test_the_answer_rests_on_a_run_of_that_length_and_progress_is_told() -> None
     built = build(Deployment(model="llama-3.2-1b"))
     told: list[str] = []
     found = find_capacity(
-        built, traffic, Promises(parse_slo(["p95_e2el:60"])), replications=2, jobs=1, progress=told.append
+        built, traffic, Promises(parse_slo(["p95_e2el:25"])), replications=2, jobs=1, progress=told.append
     )
     assert found.at is not None
     assert found.beyond is not None
