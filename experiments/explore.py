@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments import theme
+from experiments.explore_notes import without_figure
 from experiments.explore_space import Space
 from experiments.page import asset, framed, list_section, page
 from experiments.prices import Price
 from experiments.results import METRICS
 from experiments.sweep_spec import canonical
-from sim.slo import PRESETS, Slo
+from sim.slo import PRESETS
 
 SCRIPTS = ("explore_model.js", "explore_plots.js", "explore_tables.js", "explore_view.js")
 LOADS = ("request_rate", "rate_scale", "max_concurrency")
@@ -83,11 +84,7 @@ def explore_html(space: Space, at: Path, prices: Mapping[str, Price], *, make: s
         *([asset("explore.html")] if done else []),
         *([list_section("What would flip the choice", _plain(space.flips))] if space.flips else []),
         *([_command(space.serve)] if space.serve else []),
-        *(
-            [list_section("Notes", _notes(notes))]
-            if (notes := [*_without_figure(space), *space.notes])
-            else []
-        ),
+        *([list_section("Notes", _notes(space.notes))] if space.notes else []),
         _pairs("Failed points", ("Error", "Points"), _failures(space)),
         _pairs("Left out", ("Candidate", "Why"), space.left_out),
         f"<footer>Made by TokenTwin of {escape(str(space.root))}</footer>",
@@ -174,28 +171,13 @@ def limits_of(space: Space) -> tuple[dict[str, dict[str, Any]], str]:
     source = f"the {space.kind}'s own" if asked else "those of the preset chat: none were asked for"
     if not asked:
         asked = {slo.name: slo.limit_s * 1000 for slo in PRESETS["chat"]}
+    done = sum(not p.error for p in space.points)
     limits = {}
     for name, limit_ms in asked.items():
         statistic, _, metric = name.replace("median", "p50").partition("_")
-        if _has(space, statistic, metric):
+        if not done or len(without_figure(space.points, name)) < done:
             limits[metric] = {"statistic": statistic, "ms": limit_ms}
     return limits, source
-
-
-def _has(space: Space, statistic: str, metric: str) -> bool:
-    """Whether a point that ended well has such a figure; true where none did."""
-    done = [p for p in space.points if not p.error]
-    return not done or any(p.figures.get(f"{statistic}_{metric}_ms") is not None for p in done)
-
-
-def _without_figure(space: Space) -> list[str]:
-    """Says of each limit asked for that no point can be judged by it."""
-    return [
-        f"Not judged: {Slo(statistic, metric, 0.0).label} ≤ {limit_ms:g} ms, no point has such a figure."
-        for name, limit_ms in space.limits_ms.items()
-        for statistic, metric in [name.split("_")]
-        if not _has(space, statistic.replace("median", "p50"), metric)
-    ]
 
 
 def front_numbers(space: Space, prices: Mapping[str, Price]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,27 @@ def unmeasured_notes(
         at_first = f" (#{number}; alike at the others)" if differ else ""
         out.append(f"Not measured at {_where(found, every, plural)}: {what}{at_first}.")
     return out
+
+
+def without_figure(points: Sequence[Point], name: str) -> list[int]:
+    """Numbers of the points that ended well and lack a figure of this name, as TPOT where every answer comes whole."""
+    key = name.replace("median", "p50") + "_ms"
+    return [p.number for p in points if not p.error and p.figures.get(key, math.nan) is None]
+
+
+def unjudged_notes(
+    points: Sequence[Point], limits_ms: Mapping[str, float], plural: str = "points"
+) -> list[str]:
+    """A sentence for each limit by which some of the points cannot be judged."""
+    every = [p.number for p in points if not p.error]
+    found = {name: without_figure(points, name) for name in limits_ms}
+    return [
+        f"Not judged at {_where(numbers, every, plural)}: {_label(name)} ≤ {limits_ms[name]:g} ms; there is no such "
+        + "figure"
+        + ("." if len(numbers) == len(every) else ", and they do not count as keeping it.")
+        for name, numbers in found.items()
+        if numbers
+    ]
 
 
 def _results(point: Point) -> Iterator[Mapping[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.explore_notes import unmeasured_notes
+from experiments.explore_notes import unjudged_notes, unmeasured_notes
 from experiments.explore_space import REPORT, Point, Space, read_object
 from experiments.plan_report import SCHEMA
 from experiments.sweep_spec import canonical
@@ -62,6 +62,8 @@ def plan_space(path: Path) -> Space:
         )
     numbered = {number: fleet.get("not_measured", ()) for number, fleet in enumerate(fleets, 1)}
     unmeasured = unmeasured_notes(numbered, numbered, "fleets")
+    limits_ms = dict(plan["promises"]["slos_ms"])
+    unjudged = unjudged_notes(points, limits_ms, "fleets")
     prices = {f["deployment"]["gpu"]: f["usd_per_gpu_hour"] for f in fleets}
     return Space(
         "plan",
@@ -70,10 +72,10 @@ def plan_space(path: Path) -> Space:
         path.parent,
         knobs,
         tuple(points),
-        dict(plan["promises"]["slos_ms"]),
+        limits_ms,
         prices=prices,
         unit=str(plan["unit"]),
-        notes=(*plan.get("notes", ()), *plan.get("remarks", ()), *_doubts(fleets), *unmeasured),
+        notes=(*plan.get("notes", ()), *plan.get("remarks", ()), *unjudged, *_doubts(fleets), *unmeasured),
         flips=tuple(plan.get("flips", ())),
         serve=plan.get("vllm_serve") or "",
         left_out=tuple((p["candidate"], p["reason"]) for p in plan["pruned"]),

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from experiments.explore_notes import certainty_notes
+from experiments.explore_notes import certainty_notes, unjudged_notes
 from experiments.explore_space import Point, Space, read_object
 from experiments.sweep_spec import NAME, Params, canonical
 from experiments.sweep_store import COLUMNS, ENDS, FIXED, INTERVALS, POINTS, SWEEP, folder_name
@@ -67,7 +67,7 @@ def sweep_space(root: Path, results: Path, serving: Sequence[str]) -> Space:
             f"{expected - len(rows)} of {expected} runs are not done yet: tokentwin sweep … --resume continues."
         )
     limits = _limits(base)
-    notes += certainty_notes(points, limits)
+    notes += [*unjudged_notes(points, limits), *certainty_notes(points, limits)]
     return Space(
         "sweep",
         f"Sweep {root.resolve().name}",

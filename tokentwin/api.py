@@ -107,9 +107,9 @@ def given_workload(workload: object, kinds: tuple[type[Any], ...], where: str) -
         return read_workload_file(workload)
     if workload is None or isinstance(workload, kinds):
         return workload
-    names = ", ".join(f"a {kind.__name__}" for kind in kinds)
+    names = " or ".join(f"a {kind.__name__}" for kind in kinds)
     raise UsageError(
-        f"{where}: workload must be the path of a workload file or {names}, got {_kind(workload)}; flags such as "
+        f"{where}: workload must be {names}, or the path of a workload file, got {_kind(workload)}; flags such as "
         "dataset_name and request_rate do without one"
     )
 

@@ -170,7 +170,12 @@ class SweepPlots(Plots):
 
     def _rows(self, figure: str) -> list[Mapping[str, Any]]:
         self._known(figure)
-        return [row for row in self._result.rows if row[figure] is not None]
+        rows = [row for row in self._result.rows if row[figure] is not None]
+        if not rows:
+            raise UsageError(
+                f"no run of the sweep has a {figure}; summary() lists the figures that there are"
+            )
+        return rows
 
     def _known(self, figure: str) -> bool:
         from experiments.sweep_store import COLUMNS

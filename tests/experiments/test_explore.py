@@ -198,6 +198,28 @@ def test_what_a_plan_extrapolates_is_on_its_page(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("lacking", [(), (2,), (1, 2)])
+def test_a_limit_on_what_a_point_does_not_have_is_told(tmp_path: Path, lacking: tuple[int, ...]) -> None:
+    """Such a point does not keep it; where no point has it, the page starts without the limit."""
+    path = make_plan(tmp_path) / "plan.json"
+    plan = json.loads(path.read_text())
+    for number in lacking:
+        plan["fleets"][number - 1]["p95_tpot_ms"] = None
+    path.write_text(json.dumps(plan))
+    space = load_space(path)
+    told = [note for note in space.notes if note.startswith("Not judged")]
+    what = "P95 TPOT ≤ 4 ms; there is no such figure"
+    assert (
+        told
+        == {
+            (): [],
+            (2,): [f"Not judged at #2: {what}, and they do not count as keeping it."],
+            (1, 2): [f"Not judged at all 2 fleets: {what}."],
+        }[lacking]
+    )
+    assert ("tpot" in payload(space, tmp_path, PRICES)["limits"]) == (len(lacking) < 2)
+
+
 def test_what_a_plan_is_not_certain_of_is_on_its_page(tmp_path: Path) -> None:
     found = load_space(make_plan(tmp_path))
     assert found.notes == (

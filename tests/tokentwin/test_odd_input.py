@@ -240,7 +240,7 @@ def test_what_is_no_workload_or_deployment_is_one_line(
     name = f"{function.__name__}()"
     with pytest.raises(UsageError) as found:
         function(given, model="llama-3.1-8b", slo="chat")
-    assert str(found.value).startswith(f"{name}: workload must be the path of a workload file or a Workload")
+    assert str(found.value).startswith(f"{name}: workload must be a Workload")
     with pytest.raises(UsageError) as found:
         function(deployment=given, dataset_name="random", slo="chat")
     assert str(found.value).startswith(f"{name}: deployment must be a Deployment, ")
