@@ -77,7 +77,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
             replications=8,
         )
         for i in range(TRUTHS):
-            state = 1_000_000 + prediction * TRUTHS + i
+            state = 4_000_000 + prediction * TRUTHS + i
             truth = figures(Draw(spread.draw(state, 0), noise_seed=state, sample_seed=state), state)
             for name, hits in covered.items():
                 interval = predicted.interval(name)
