@@ -155,9 +155,8 @@ class Store:
                 raise UsageError(
                     f"--resume: {path} was made with another {key}; use another --experiment-name for a changed sweep"
                 )
-        for folder in (self.root, self.root / POINTS):
-            for left in folder.glob("*.part-*"):
-                left.unlink()
+        for left in (*self.root.glob("*.part-*"), *self.root.glob("*/*.part-*")):
+            left.unlink()
         return before
 
     def done(self) -> dict[int, dict[str, Any]]:
