@@ -24,7 +24,10 @@ _STEPS_S = (2e-4, 1e-3, 5e-6)
 """Finite differences of the three terms, and first steps of the search."""
 
 _SEARCHES = 60
-"""Most replays of the search."""
+"""Most replays of the first search; each further one has half as many."""
+
+_RESTARTS = (4.0, -4.0, 1.0, -1.0)
+"""Sizes of the further searches, in `_STEPS_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ def fit_gaps(*cases: Case, per_seq: bool = False, rounds: int = 4) -> Gaps:
 
 
 def _searched(cases: Sequence[Case], best: Floats) -> Floats:
-    """The gaps that a simplex search ends at, from `best` and steps of `_STEPS_S` along each term."""
+    """The gaps that simplex searches end at: one from `best` with steps of `_STEPS_S` along each term, then others from
+    where it ended with larger and smaller ones across them, for the errors have many small dips."""
     from scipy.optimize import minimize
 
     def squares(in_steps: Floats) -> float:
@@ -99,11 +103,15 @@ def _searched(cases: Sequence[Case], best: Floats) -> Floats:
         return float(errors @ errors)
 
     steps = np.asarray(_STEPS_S[: len(best)])
-    start = best / steps
-    corners = np.vstack([start, start + np.eye(len(best))])
-    options: Any = {"initial_simplex": corners, "maxfev": _SEARCHES, "xatol": 0.02, "fatol": 1e-9}
-    found = minimize(squares, start, method="Nelder-Mead", options=options)
-    return np.asarray(np.maximum(found.x, 0.0) * steps)
+    at, least = best / steps, np.inf
+    across = np.where(np.arange(len(best)) % 2, -1.0, 1.0)
+    for size, most in ((np.ones(len(best)), _SEARCHES), *((s * across, _SEARCHES // 2) for s in _RESTARTS)):
+        corners = np.vstack([at, at + np.diag(size)])
+        options: Any = {"initial_simplex": corners, "maxfev": most, "xatol": 0.02, "fatol": 1e-9}
+        found = minimize(squares, at, method="Nelder-Mead", options=options)
+        if found.fun < least:
+            at, least = found.x, float(found.fun)
+    return np.asarray(np.maximum(at, 0.0) * steps)
 
 
 def with_gaps(case: Case, gaps: Gaps) -> Comparison:

@@ -34,8 +34,8 @@ PAGES = 40000
 
 def case() -> Case:
     rng = np.random.default_rng(2)
-    sent, prompts = np.cumsum(rng.exponential(0.06, 90)), rng.integers(40, 1500, 90)
-    work = plain_workload("g", sent, prompts.tolist(), rng.integers(40, 160, 90).tolist())
+    sent, prompts = np.cumsum(rng.exponential(0.04, 120)), rng.integers(40, 1500, 120)
+    work = plain_workload("g", sent, prompts.tolist(), rng.integers(30, 120, 120).tolist())
     engine = Deployment(
         model="llama-3.1-8b", gpu="h200", max_num_batched_tokens=2048, max_num_seqs=64, max_model_len=4096
     )
