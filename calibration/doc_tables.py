@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from serving.errors import UsageError
@@ -31,3 +33,29 @@ def write_between(path: Path, section: str, text: str) -> None:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     path.write_text(between(page, section, text), encoding="utf-8")
+
+
+def page_command(
+    prog: str,
+    description: str | None,
+    section: str,
+    table: Callable[[Path], str],
+    data: str,
+    arguments: list[str] | None,
+) -> int:
+    """A command that prints `table` of a folder (`--data`), and puts it between its marks in a page (`--write`)."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--data", type=Path, default=Path(data))
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE", help="put the table between its marks in this page"
+    )
+    given = parser.parse_args(arguments)
+    try:
+        text = table(given.data)
+        if given.write is not None:
+            write_between(given.write, section, text)
+    except UsageError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write(text + "\n")
+    return 0

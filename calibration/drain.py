@@ -7,20 +7,17 @@ they are few. What a step took is compared with its price at the contexts the se
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from calibration.doc_tables import markdown, write_between
+from calibration.doc_tables import markdown, page_command
 from calibration.observed import Case
 from calibration.runs_vllm import read_runs
 from calibration.step_times import RUNS, Times, read_times
 from costmodel.prices import Prices
-from serving.errors import UsageError
 from sim.deployment import build
 from sim.record import Floats
 
@@ -120,21 +117,9 @@ def table(folder: Path) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table, and write it into a page if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m calibration.drain", description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/yardstick"))
-    parser.add_argument(
-        "--write", type=Path, metavar="PAGE", help="put the table between its marks in this page"
+    return page_command(
+        "python -m calibration.drain", __doc__, _SECTION, table, "../shared/data/yardstick", arguments
     )
-    given = parser.parse_args(arguments)
-    try:
-        text = table(given.data)
-        if given.write is not None:
-            write_between(given.write, _SECTION, text)
-    except UsageError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    sys.stdout.write(text + "\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -8,20 +8,17 @@ machines, each left out in turn, so that the others say how wide its interval wo
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from calibration.doc_tables import markdown, write_between
+from calibration.doc_tables import markdown, page_command
 from calibration.tables import read_table
 from calibration.validate import validate
 from costmodel.datasheet import device_facts
-from serving.errors import UsageError
 
 TABLES: dict[str, tuple[str, ...]] = {
     "h100": ("trtllm-1.3.0rc20", "vllm-0.14.0", "vllm-0.24.0"),
@@ -122,20 +119,10 @@ def table(data: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables, and write them into a page if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m calibration.engine_spread", description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables between its marks")
-    given = parser.parse_args(arguments)
-    try:
-        text = table(given.data)
-        if given.write is not None:
-            write_between(given.write, _SECTION, text)
-    except UsageError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    sys.stdout.write(text + "\n")
-    return 0
+    """Print the table, and write it into a page if asked to."""
+    return page_command(
+        "python -m calibration.engine_spread", __doc__, _SECTION, table, "../shared/data", arguments
+    )
 
 
 if __name__ == "__main__":

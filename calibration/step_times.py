@@ -8,8 +8,6 @@ the steps between them, and a robust regression says by how much each size of st
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from calibration.doc_tables import markdown, write_between
+from calibration.doc_tables import markdown, page_command
 from calibration.observed import Case, number, read_rows
 from calibration.runs_vllm import read_runs
 from calibration.validate import memory_of
@@ -243,21 +241,9 @@ def table(folder: Path) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table, and write it into a page if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m calibration.step_times", description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/yardstick"))
-    parser.add_argument(
-        "--write", type=Path, metavar="PAGE", help="put the table between its marks in this page"
+    return page_command(
+        "python -m calibration.step_times", __doc__, _SECTION, table, "../shared/data/yardstick", arguments
     )
-    given = parser.parse_args(arguments)
-    try:
-        text = table(given.data)
-        if given.write is not None:
-            write_between(given.write, _SECTION, text)
-    except UsageError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    sys.stdout.write(text + "\n")
-    return 0
 
 
 if __name__ == "__main__":
