@@ -216,12 +216,17 @@ def nccl_samples(tables: Sequence[Table]) -> Samples:
         if r["op"] == "all_reduce" and r["mode"] == NCCL_ALL_REDUCE and r["dtype"] in ("bfloat16", "half")
     ]
     newest = max((r["version"] for r in rows), key=parse_version, default="")
+    return _by_nccl([r for r in rows if r["version"] == newest], tables, newest)
+
+
+def _by_nccl(rows: Sequence[dict[str, str]], tables: Sequence[Table], what: str) -> Samples:
+    """Cleaned timings of one collective of NCCL's: shape (num_gpus,), grid (bytes,)."""
     samples = samples_from(
         "all_reduce",
-        [r for r in rows if r["version"] == newest],
+        rows,
         lambda r: (float(r["n_gpus"]),),
         lambda r: (float(r["bytes"]),),
-        source=f"{', '.join(t.name for t in tables)}: NCCL {newest}",
+        source=f"{', '.join(t.name for t in tables)}: NCCL {what}",
     )
     if len(samples):
         thin(samples)
@@ -245,17 +250,7 @@ def exchange_samples(tables: Sequence[Table]) -> Samples:
         for key, row in both
         if key[0] == newest
     ]
-    samples = samples_from(
-        "all_reduce",
-        rows,
-        lambda r: (float(r["n_gpus"]),),
-        lambda r: (float(r["bytes"]),),
-        source=f"{', '.join(t.name for t in tables)}: NCCL all_gather + reduce_scatter {newest}",
-    )
-    if len(samples):
-        thin(samples)
-        drop_spikes(samples)
-    return samples
+    return _by_nccl(rows, tables, f"all_gather + reduce_scatter {newest}")
 
 
 def _as_finely(samples: Samples, newest: Samples) -> npt.NDArray[np.bool_]:
